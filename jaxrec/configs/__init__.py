@@ -1,0 +1,1 @@
+"""Named configs: one module each, whose function of no arguments returns a `Config`."""

@@ -1,0 +1,97 @@
+"""Changing a frozen config by path, and reading one back from JSON; both check every field's type."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from jaxrec.checks import UserError
+
+C = TypeVar("C")
+
+
+def apply(config: C, assignments: list[str]) -> C:
+    """Applies `path=value` assignments, such as `model.top_mlp=512,256`, in order.
+
+    Raises:
+      UserError: An assignment without `=`, a path that is no field, or a value of another type.
+    """
+    for text in assignments:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set is {text!r}, but must be path=value, such as model.top_mlp=512,256")
+        config = _assign(config, path.strip().split("."), value.strip(), path.strip())
+    return config
+
+
+def replace(config: C, path: str, value: Any) -> C:
+    """Returns `config` with the field at `path` set to `value`."""
+    head, _, rest = path.partition(".")
+    if rest:
+        value = replace(getattr(config, head), rest, value)
+    return dataclasses.replace(config, **{head: value})  # pyright: ignore[reportArgumentType]
+
+
+def from_dict(config: C, values: Mapping[str, Any]) -> C:
+    """Returns `config` with its fields taken from JSON values, as `Config.as_dict` wrote them.
+
+    Raises:
+      UserError: A field is missing or unknown: another version of jaxrec wrote them.
+    """
+    fields = {f.name for f in dataclasses.fields(config)}  # pyright: ignore[reportArgumentType]
+    if fields != set(values):
+        raise UserError(
+            f"config.json has the fields {sorted(values)} where {type(config).__name__} has {sorted(fields)}: "
+            "another version of jaxrec wrote it"
+        )
+    changes = {}
+    for name, value in values.items():
+        current = getattr(config, name)
+        if dataclasses.is_dataclass(current):
+            value = from_dict(current, value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        changes[name] = value
+    return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def _assign(node: Any, parts: list[str], value: str, path: str) -> Any:
+    fields = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
+    if parts[0] not in fields:
+        where = path.rsplit(".", len(parts))[0] if "." in path else ""
+        raise UserError(f"--set {path}: {where + ' has ' if where and where != path else ''}no field {parts[0]!r}; there are: {', '.join(fields) or 'none'}")
+    current = getattr(node, parts[0])
+    if len(parts) > 1:
+        return dataclasses.replace(node, **{parts[0]: _assign(current, parts[1:], value, path)})
+    if dataclasses.is_dataclass(current):
+        inner = ", ".join(f.name for f in dataclasses.fields(current))
+        raise UserError(f"--set {path}: is not a value but holds the fields {inner}")
+    if parts[0] == "name" and type(node).__name__ == "Config":
+        raise UserError("--set name: is set by --config")
+    wanted = typing.get_type_hints(type(node))[parts[0]]
+    return dataclasses.replace(node, **{parts[0]: _parse(value, wanted, path)})
+
+
+def _parse(text: str, wanted: Any, path: str) -> Any:
+    if wanted is str:
+        return text
+    if typing.get_origin(wanted) is tuple:
+        item = typing.get_args(wanted)[0]
+        return tuple(_parse(part.strip(), item, path) for part in text.split(",") if part.strip())
+    if wanted is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if wanted in (int, float):
+        try:
+            return wanted(text.replace("_", ""))
+        except ValueError:
+            pass
+    if typing.get_origin(wanted) is not None and typing.get_args(wanted):
+        for choice in typing.get_args(wanted):  # A union: the first type that takes the text.
+            try:
+                return _parse(text, choice, path)
+            except UserError:
+                continue
+    name = getattr(wanted, "__name__", str(wanted))
+    raise UserError(f"--set {path} is {text!r}, but must be of type {name if wanted is not bool else 'true or false'}")

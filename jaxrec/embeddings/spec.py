@@ -1,0 +1,63 @@
+"""What an embedding table is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxrec.checks import one_of, require
+from jaxrec.optim.sparse import SparseOptimizerConfig
+
+SHARDINGS = ("replicated", "row")
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSpec:
+    """One embedding table.
+
+    Attributes:
+      name: Unique.
+      rows: Valid ids are 0 <= id < rows.
+      dim: Columns.
+      init_scale: Weights start uniform in [-init_scale, init_scale).
+      optimizer: What updates its rows.
+      sharding: `replicated` or `row`.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    init_scale: float
+    optimizer: SparseOptimizerConfig
+    sharding: str
+
+    def __post_init__(self):
+        require(self.rows >= 1, f"table {self.name}: rows is {self.rows}, but must be at least 1")
+        require(self.dim >= 1, f"table {self.name}: dim is {self.dim}, but must be at least 1")
+        one_of("--embedding_sharding", self.sharding, SHARDINGS)
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingConfig:
+    """How a data set's tables are made.
+
+    Attributes:
+      dim: Columns of every table.
+      init_scale: Weights start uniform in [-init_scale, init_scale); 0 means 1 / sqrt(rows), DLRM's choice.
+      sharding: See `TableSpec`.
+      optimizer: See `TableSpec`.
+    """
+
+    dim: int = 16
+    init_scale: float = 0.0
+    sharding: str = "replicated"
+    optimizer: SparseOptimizerConfig = SparseOptimizerConfig()
+
+    def __post_init__(self):
+        require(self.dim >= 1, f"embedding.dim is {self.dim}, but must be at least 1")
+        require(self.init_scale >= 0, f"embedding.init_scale is {self.init_scale}, but must not be negative")
+        one_of("--embedding_sharding", self.sharding, SHARDINGS)
+
+    def table(self, name: str, rows: int) -> TableSpec:
+        """Returns the table `name` of `rows` rows."""
+        scale = self.init_scale or rows**-0.5
+        return TableSpec(name, rows, self.dim, scale, self.optimizer, self.sharding)

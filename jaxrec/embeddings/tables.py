@@ -1,0 +1,173 @@
+"""The tables of a model as one pytree, and the three things a step does with them: look up, propose, commit.
+
+Shape suffixes: B rows of this device's batch, N occurrences of this device, M occurrences that reach this device, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrec import counters
+from jaxrec.embeddings import lookup as local_lookup
+from jaxrec.embeddings.merge import IN_BOUNDS, merge
+from jaxrec.embeddings.plan import Group, Plan
+from jaxrec.embeddings.sharded import COLLECT, GATHER, Route
+
+
+class Table(NamedTuple):
+    """The arrays of one group; their leading dimension is `Group.array_rows`.
+
+    Attributes:
+      weights: float32 [rows, D].
+      slots: The optimizer's rows by name.
+      scratch: int32 [rows], for merging; not part of a checkpoint.
+    """
+
+    weights: jax.Array
+    slots: dict[str, jax.Array]
+    scratch: jax.Array
+
+
+Tables = dict[str, Table]
+
+
+class Proposal(NamedTuple):
+    """An update that is computed but not written.
+
+    Attributes:
+      rows: int32 [M], local rows; the sentinel where nothing is to be written.
+      delta: float32 [M, D], to be added to the weights.
+      slots: New slot values, [M] or [M, D].
+      scratch: The scratch after merging.
+    """
+
+    rows: jax.Array
+    delta: jax.Array
+    slots: dict[str, jax.Array]
+    scratch: jax.Array
+
+
+def initialise(plan: Plan, mesh: Mesh, seed: int) -> Tables:
+    """Returns new tables on the mesh; a weight depends on (seed, table, row, column) only, so on no layout."""
+    return {
+        g.name: jax.jit(
+            jax.shard_map(
+                lambda g=g: _initial_shard(g, seed),
+                mesh=mesh,
+                in_specs=(),
+                out_specs=jax.tree.map(lambda _: g.partition, _structure(g)),
+                check_vma=False,
+            )
+        )()
+        for g in plan.groups
+    }
+
+
+def _structure(group: Group) -> Table:
+    """A Table of placeholders with the group's slots."""
+    return Table(weights=np.zeros(()), slots={s: np.zeros(()) for s in group.rule.slots}, scratch=np.zeros(()))  # pyright: ignore[reportArgumentType]
+
+
+def _initial_shard(group: Group, seed: int) -> Table:
+    shard = jax.lax.axis_index("model") if group.shards > 1 else 0
+    rows = jnp.arange(group.shard_rows + 1, dtype=jnp.int32)
+    row = shard * group.shard_rows + rows
+    real = (rows < group.shard_rows) & (row < group.rows)
+    table = jnp.clip(jnp.searchsorted(jnp.asarray(group.offsets, jnp.int32), row, side="right") - 1, 0, len(group.tables) - 1)
+    tags = jnp.asarray([counters.tag(t.name) for t in group.tables], jnp.uint32)[table]
+    scales = jnp.asarray([t.init_scale for t in group.tables], jnp.float32)[table]
+    own_row = row - jnp.asarray(group.offsets, jnp.int32)[table]
+    unit = counters.uniform(seed, tags[:, None], own_row[:, None], jnp.arange(group.dim)[None])
+    weights = jnp.where(real[:, None], (2 * unit - 1) * scales[:, None], 0.0)
+    slots = {
+        name: jnp.full(weights.shape if per_column else weights.shape[:1], group.rule.initial, jnp.float32)
+        for name, per_column in group.rule.slots.items()
+    }
+    return Table(weights, slots, jnp.zeros(weights.shape[:1], jnp.int32))
+
+
+def partitions(plan: Plan) -> dict[str, Table]:
+    """Returns the PartitionSpec of every array, in the structure of `Tables`."""
+    return {g.name: jax.tree.map(lambda _, g=g: g.partition, _structure(g)) for g in plan.groups}
+
+
+def look_up(plan: Plan, tables: Tables, ids: jax.Array, lengths: jax.Array) -> tuple[dict[str, jax.Array], dict[str, Route]]:
+    """Looks up and pools every feature.
+
+    Args:
+      plan: The layout.
+      tables: This device's shards.
+      ids: int32 [B, K], range-checked by the host.
+      lengths: int32 [B, bags].
+
+    Returns:
+      Feature -> [B, D] (or [B, L, D] for the combiner `none`), and what the update needs to know.
+    """
+    pooled, routes = {}, {}
+    for g in plan.groups:
+        rows_BS = local_lookup.rows_of_slots(g, ids, lengths)
+        vectors, routes[g.name] = GATHER[g.sharding](g, tables[g.name].weights, rows_BS.reshape(-1))
+        pooled |= local_lookup.pool(g, vectors.reshape(*rows_BS.shape, g.dim), lengths)
+    return pooled, routes
+
+
+def propose(
+    plan: Plan,
+    tables: Tables,
+    routes: Mapping[str, Route],
+    gradients: Mapping[str, jax.Array],
+    lengths: jax.Array,
+    rate: jax.Array,
+    axis_sizes: dict[str, int],
+) -> dict[str, Proposal]:
+    """Computes each group's update from the gradients of the pooled activations.
+
+    Args:
+      plan: The layout.
+      tables: This device's shards.
+      routes: From `look_up`.
+      gradients: Feature -> the gradient of its activations, of the same shape.
+      lengths: int32 [B, bags].
+      rate: The schedule's factor, which multiplies each group's learning rate.
+      axis_sizes: Of the mesh.
+    """
+    proposals = {}
+    for g in plan.groups:
+        spread = local_lookup.spread(g, gradients, lengths).reshape(-1, g.dim)
+        rows, row_gradients = COLLECT[g.sharding](g, routes[g.name], spread, axis_sizes)
+        table = tables[g.name]
+        merged = merge(rows, row_gradients, table.scratch)
+        write = merged.first & (rows != g.shard_rows)
+        # Everything that is not written is sent to the sentinel with gradient 0, whose update is the identity.
+        rows = jnp.where(write, rows, g.shard_rows)
+        gradient = jnp.where(write[:, None], merged.gradient, 0.0)
+        old = {name: s.at[rows].get(mode=IN_BOUNDS) for name, s in table.slots.items()}
+        delta, slots = g.rule.update(gradient, old, g.tables[0].optimizer.learning_rate * rate)
+        proposals[g.name] = Proposal(rows, delta, slots, merged.scratch)
+    return proposals
+
+
+def commit(plan: Plan, tables: Tables, proposals: Mapping[str, Proposal], ok: jax.Array) -> Tables:
+    """Writes the proposals in place where `ok`; otherwise only the sentinels are rewritten with what they hold."""
+    written = {}
+    for g in plan.groups:
+        table, p = tables[g.name], proposals[g.name]
+        rows = jnp.where(ok, p.rows, g.shard_rows)
+        weights = table.weights.at[rows].add(jnp.where(ok, p.delta, 0.0), mode=IN_BOUNDS)
+        slots = {
+            name: s.at[rows].set(jnp.where(ok, p.slots[name], g.rule.initial), mode=IN_BOUNDS)
+            for name, s in table.slots.items()
+        }
+        written[g.name] = Table(weights, slots, p.scratch)
+    return written
+
+
+def put(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """Places a host array on the mesh."""
+    return jax.device_put(array, NamedSharding(mesh, spec))

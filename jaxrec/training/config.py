@@ -1,0 +1,100 @@
+"""The whole configuration of a run: the sub-configs, each declared beside the code that it configures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from jaxrec.checks import require
+from jaxrec.data.schema import DataConfig
+from jaxrec.embeddings.spec import EmbeddingConfig
+from jaxrec.mesh import MeshConfig
+from jaxrec.models.dlrm import DLRMConfig
+from jaxrec.optim.dense import DenseOptimizerConfig
+from jaxrec.optim.schedule import ScheduleConfig
+from jaxrec.precision import policy
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How long and how often.
+
+    Attributes:
+      steps: Updates in all.
+      batch_size: Rows of a global batch.
+      seed: Of initial weights, batch order and dropout.
+      log_every: Steps between metric lines; the host reads the device only then.
+      eval_every: Steps between evaluations on the validation split; 0: at the end only.
+      checkpoint_every: Steps between checkpoints; 0: at the end and at every best evaluation only.
+      keep_last: Checkpoints kept besides the best.
+      patience: Evaluations without a better validation NE after which training stops; 0: never.
+      eval_batch_size: Rows of an evaluation batch; 0: batch_size.
+      auc_row_budget: Rows of an evaluation kept in memory for the exact AUC; more spill to disk.
+    """
+
+    steps: int = 1000
+    batch_size: int = 1024
+    seed: int = 0
+    log_every: int = 20
+    eval_every: int = 500
+    checkpoint_every: int = 500
+    keep_last: int = 2
+    patience: int = 0
+    eval_batch_size: int = 0
+    auc_row_budget: int = 4_000_000
+
+    def __post_init__(self):
+        for field, least in (
+            ("steps", 1), ("batch_size", 1), ("seed", 0), ("log_every", 1), ("eval_every", 0), ("checkpoint_every", 0),
+            ("keep_last", 1), ("patience", 0), ("eval_batch_size", 0), ("auc_row_budget", 1),
+        ):  # fmt: skip
+            value = getattr(self, field)
+            require(value >= least, f"--{field} is {value}, but must be at least {least}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run. `name` is the named config that it started from."""
+
+    name: str
+    data: DataConfig
+    model: DLRMConfig = DLRMConfig()
+    embedding: EmbeddingConfig = EmbeddingConfig()
+    optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    training: TrainingConfig = TrainingConfig()
+    mesh: MeshConfig = MeshConfig()
+    precision: str = "float32"
+
+    def __post_init__(self):
+        policy(self.precision)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the config as JSON values."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what a resumed run must share with the run it continues.
+
+        The mesh, shardings, the number of steps and the cadences may change.
+        """
+        d = self.as_dict()
+        embedding = {k: v for k, v in d["embedding"].items() if k != "sharding"}
+        return {
+            "data": d["data"], "model": d["model"], "embedding": embedding, "optimizer": d["optimizer"],
+            "schedule": d["schedule"], "precision": d["precision"],
+            "seed": d["training"]["seed"], "batch_size": d["training"]["batch_size"],
+        }  # fmt: skip
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:
+    """Returns `path: theirs -> ours` for every leaf of two JSON objects that differs."""
+    out = []
+    for key in sorted({*ours, *theirs}):
+        a, b = ours.get(key), theirs.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            out += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            out.append(f"{prefix}{key} {json.dumps(b)} -> {json.dumps(a)}")
+    return out

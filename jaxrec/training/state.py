@@ -1,0 +1,43 @@
+"""What a training step reads and writes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrec.embeddings.tables import Tables
+
+
+class TrainState(NamedTuple):
+    """A pure pytree, donated to every step.
+
+    Attributes:
+      step: int32, updates applied.
+      dense: The dense parameters (an `nnx.State` split from the model once).
+      optimizer: The dense optimizer's state.
+      tables: The embedding groups.
+      failed_step: int32, the step that was not finite, or -1. While it is not -1 every step is a no-op.
+      failed_tensor: int32, index into `Step.checked`.
+    """
+
+    step: jax.Array
+    dense: Any
+    optimizer: Any
+    tables: Tables
+    failed_step: jax.Array
+    failed_tensor: jax.Array
+
+
+class Window(NamedTuple):
+    """Sums over the steps since the host last read them, float32 scalars; mergeable by addition."""
+
+    loss: jax.Array
+    prediction: jax.Array
+    label: jax.Array
+    weight: jax.Array
+
+
+def empty_window() -> Window:
+    return Window(*(jnp.zeros((), jnp.float32) for _ in Window._fields))

@@ -1,0 +1,201 @@
+"""The training and prediction steps, as one manual shard_map program each.
+
+Shape suffixes: B rows of this device's shard of the batch, K id slots, N dense columns, T tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrec.data.schema import Batch
+from jaxrec.embeddings import tables as tables_lib
+from jaxrec.embeddings.plan import Plan
+from jaxrec.mesh import AXES, BATCH, REPLICATED, device_index
+from jaxrec.models.layers import DropoutSource
+from jaxrec.models.losses import binary_cross_entropy
+from jaxrec.optim import dense as dense_optim
+from jaxrec.optim.dense import DenseOptimizerConfig
+from jaxrec.optim.schedule import ScheduleConfig, factor
+from jaxrec.training.state import TrainState, Window
+
+# The step's own regions; a model adds its REGIONS. A test looks for each in the compiled program's metadata.
+REGIONS = ("embedding_lookup", "loss", "gradient_sum", "finite_check", "dense_update", "embedding_update")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a step is made of; everything in it is static.
+
+    Attributes:
+      graphdef: The model's structure, from `nnx.split`.
+      plan: The embedding layout.
+      mesh: Devices.
+      optimizer: Of the dense parameters.
+      schedule: Multiplies every learning rate.
+      seed: For dropout.
+    """
+
+    graphdef: Any
+    plan: Plan
+    mesh: Mesh
+    optimizer: DenseOptimizerConfig
+    schedule: ScheduleConfig
+    seed: int
+
+    def state_partitions(self) -> TrainState:
+        """A PartitionSpec for every array (a prefix of the state's tree)."""
+        return TrainState(
+            step=REPLICATED,  # pyright: ignore[reportArgumentType]
+            dense=REPLICATED,
+            optimizer=REPLICATED,
+            tables=tables_lib.partitions(self.plan),
+            failed_step=REPLICATED,  # pyright: ignore[reportArgumentType]
+            failed_tensor=REPLICATED,  # pyright: ignore[reportArgumentType]
+        )
+
+
+def psum(tree: Any, mesh: Mesh) -> Any:
+    """Sums over all devices; the identity on one."""
+    return jax.lax.psum(tree, AXES) if mesh.size > 1 else tree
+
+
+def train_step(program: Program, state: TrainState, window: Window, batch: Batch) -> tuple[TrainState, Window]:
+    """One update, seen from one device.
+
+    The loss is the weighted mean over the global batch, and gradients are divided by the global weight once. Inside,
+    nothing is summed over devices but by the psums written here (check_vma is off, so gradients stay local).
+
+    Returns:
+      The new state, equal to the old one but for its failed_* fields where a checked value is not finite, and the window
+      with this step's sums added.
+    """
+    mesh, plan = program.mesh, program.plan
+    ids, lengths, dense_features, labels, weight = batch
+    with jax.named_scope("embedding_lookup"):
+        activations, routes = tables_lib.look_up(plan, state.tables, ids, lengths)
+
+    def loss_sum(dense: Any, activations: dict[str, jax.Array]):
+        model = nnx.merge(program.graphdef, dense)
+        logits = model(dense_features, activations, _dropout_source(program, state.step, ids.shape[0]))
+        with jax.named_scope("loss"):
+            losses = binary_cross_entropy(logits, labels).sum(axis=1)  # [B]
+            return jnp.sum(weight * losses), logits
+
+    (loss, logits), (d_dense, d_activations) = jax.value_and_grad(loss_sum, argnums=(0, 1), has_aux=True)(
+        state.dense, activations
+    )
+    with jax.named_scope("gradient_sum"):
+        sums = Window(
+            loss, jnp.sum(weight[:, None] * jax.nn.sigmoid(logits)), jnp.sum(weight[:, None] * labels), jnp.sum(weight)
+        )
+        d_dense, sums = psum((d_dense, sums), mesh)
+        scale = 1.0 / jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
+        d_dense, d_activations = jax.tree.map(lambda g: g * scale, (d_dense, d_activations))
+    with jax.named_scope("dense_update"):
+        rate = factor(program.schedule, state.step)
+        direction, optimizer = dense_optim.direction(program.optimizer).update(d_dense, state.optimizer, state.dense)
+        dense = optax.apply_updates(
+            state.dense, jax.tree.map(lambda d: -program.optimizer.learning_rate * rate * d, direction)
+        )
+    with jax.named_scope("embedding_update"):
+        sizes = {axis: mesh.shape[axis] for axis in AXES}
+        proposals = tables_lib.propose(plan, state.tables, routes, d_activations, lengths, rate, sizes)
+    with jax.named_scope("finite_check"):
+        bad = jnp.stack(list(_not_finite(sums.loss, d_dense, d_activations, dense, proposals).values()))
+        bad = jax.lax.pmax(bad, AXES) if mesh.size > 1 else bad
+        failed_before = state.failed_step >= 0
+        ok = ~failed_before & ~jnp.any(bad)
+        failed_step = jnp.where(failed_before | ok, state.failed_step, state.step)
+        failed_tensor = jnp.where(failed_before | ok, state.failed_tensor, jnp.argmax(bad).astype(jnp.int32))
+    with jax.named_scope("dense_update"):
+        dense, optimizer = jax.tree.map(
+            functools.partial(jnp.where, ok), (dense, optimizer), (state.dense, state.optimizer)
+        )
+    with jax.named_scope("embedding_update"):
+        tables = tables_lib.commit(plan, state.tables, proposals, ok)
+    step = state.step + ok.astype(jnp.int32)
+    new_window = jax.tree.map(lambda total, new: total + jnp.where(ok, new, 0.0), window, sums)
+    return TrainState(step, dense, optimizer, tables, failed_step, failed_tensor), new_window
+
+
+def predict_step(program: Program, dense: Any, tables: tables_lib.Tables, batch: Batch) -> jax.Array:
+    """Returns logits, float32 [B, T], seen from one device."""
+    with jax.named_scope("embedding_lookup"):
+        activations, _ = tables_lib.look_up(program.plan, tables, batch.ids, batch.lengths)
+    return nnx.merge(program.graphdef, dense)(batch.dense, activations, None)
+
+
+def _dropout_source(program: Program, step: jax.Array, rows: int) -> DropoutSource:
+    first = device_index() * rows if program.mesh.size > 1 else 0
+    return DropoutSource(program.seed, step, first + jnp.arange(rows, dtype=jnp.int32))
+
+
+def _not_finite(loss: Any, d_dense: Any, d_activations: Any, dense: Any, proposals: Any) -> dict[str, jax.Array]:
+    """Returns a bool per checked tensor, in the order in which a fault would appear."""
+
+    def bad(x: jax.Array) -> jax.Array:
+        return ~jnp.all(jnp.isfinite(x))
+
+    named = {"loss": bad(loss)}
+    named |= {f"gradient of embedding feature {k}": bad(g) for k, g in d_activations.items()}
+    named |= {f"gradient of {_path(p)}": bad(g) for p, g in jax.tree_util.tree_leaves_with_path(d_dense)}
+    named |= {f"updated {_path(p)}": bad(w) for p, w in jax.tree_util.tree_leaves_with_path(dense)}
+    for name, p in proposals.items():
+        named[f"update of embedding {name}"] = bad(p.delta) | jnp.any(jnp.stack([bad(s) for s in p.slots.values()] or [jnp.array(False)]))
+    return named
+
+
+def _path(path: Any) -> str:
+    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path if getattr(k, "name", "") != "value")
+
+
+def checked_tensors(program: Program, state: TrainState) -> list[str]:
+    """Returns the names that `TrainState.failed_tensor` indexes."""
+    scalar = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    features = [f for g in program.plan.groups for s in g.segments for f in s.features]
+    proposals = {
+        g.name: tables_lib.Proposal(scalar, scalar, dict.fromkeys(g.rule.slots, scalar), scalar)  # pyright: ignore[reportArgumentType]
+        for g in program.plan.groups
+    }
+    names: list[str] = []
+    # Collected inside: a dict that leaves eval_shape has its keys sorted.
+    jax.eval_shape(
+        lambda *args: names.extend(_not_finite(*args)),
+        scalar, state.dense, dict.fromkeys(features, scalar), state.dense, proposals,
+    )
+    return names
+
+
+def shard_train_step(program: Program) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window]]:
+    """Returns the jitted step over global arrays; state and window are donated."""
+    specs = program.state_partitions()
+    body = jax.shard_map(
+        functools.partial(train_step, program),
+        mesh=program.mesh,
+        in_specs=(specs, REPLICATED, BATCH),
+        out_specs=(specs, REPLICATED),
+        check_vma=False,
+    )
+    return jax.jit(body, donate_argnums=(0, 1))
+
+
+def shard_predict_step(program: Program) -> Callable[[Any, tables_lib.Tables, Batch], jax.Array]:
+    """Returns the jitted prediction over global arrays."""
+    specs = program.state_partitions()
+    body = jax.shard_map(
+        functools.partial(predict_step, program),
+        mesh=program.mesh,
+        in_specs=(specs.dense, specs.tables, BATCH),
+        out_specs=BATCH,
+        check_vma=False,
+    )
+    return jax.jit(body)
