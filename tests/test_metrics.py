@@ -3,7 +3,7 @@
 import math
 import time
 import tracemalloc
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 import numpy as np
 import pytest
@@ -117,7 +117,7 @@ ROW = st.tuples(
 def test_neither_order_nor_batches_matter(rows, budget, batch_size, data):
     def columns(rows):
         logits, labels, weight, group = zip(*rows, strict=True) if rows else ([], [], [], [])
-        return np.float32(logits), np.float32(labels), np.float32(weight), np.array(group, np.int32)
+        return *(np.array(x, np.float32) for x in (logits, labels, weight)), np.array(group, np.int32)
 
     shuffled = data.draw(st.permutations(rows))
     expected, got = evaluate(columns(rows)), evaluate(columns(shuffled), batch_size, row_budget=budget)
@@ -127,7 +127,8 @@ def test_neither_order_nor_batches_matter(rows, budget, batch_size, data):
 
 def test_rows_of_weight_zero_are_ignored_whatever_they_hold():
     rows = make_rows(200, groups=9)
-    padded = [np.append(x, bad).astype(x.dtype) for x, bad in zip(rows, ([np.nan] * 2, [7, np.nan], [0, 0], [-1, 3]))]
+    padding = [np.nan, np.nan], [7, np.nan], [0, 0], [-1, 3]
+    padded = [np.append(x, bad).astype(x.dtype) for x, bad in zip(rows, padding, strict=True)]
     assert evaluate(padded, 50) == pytest.approx(evaluate(rows, 50), rel=1e-12)
 
 
@@ -135,7 +136,7 @@ def test_rows_of_weight_zero_are_ignored_whatever_they_hold():
 def test_one_class_only(label):
     logits, _, weight, group = make_rows(300, groups=4)
     got = evaluate((logits, np.full(300, label, np.float32), weight, group))
-    assert math.isnan(got["auc"]) and math.isnan(got["ne"]) and math.isnan(got["user_auc"])
+    assert all(math.isnan(got[name]) for name in ("auc", "ne", "user_auc"))
     assert math.isnan(got["calibration"]) == (label == 0)
     assert got["users_with_both_classes"] == 0
     assert got["label_mean"] == label
@@ -231,11 +232,11 @@ def test_two_million_rows_take_bounded_memory_and_seconds():
 
 
 class Window(NamedTuple):
-    loss: np.float32
-    prediction: np.float32
-    label: np.float32
-    weight: np.float32
-    overflow: int = 0
+    loss: SupportsFloat
+    prediction: SupportsFloat
+    label: SupportsFloat
+    weight: SupportsFloat
+    overflow: SupportsFloat = 0
 
 
 def test_window_metrics_are_those_of_the_evaluation():
@@ -260,7 +261,7 @@ def test_window_metrics_are_those_of_the_evaluation():
 
 
 def test_window_metrics_of_a_named_tuple_of_numpy_scalars():
-    got = window_metrics(Window(*np.float32([2 * math.log(2), 1.5, 1, 2])))
+    got = window_metrics(Window(*np.array([2 * math.log(2), 1.5, 1, 2], np.float32)))
     assert got == pytest.approx({"loss": math.log(2), "ne": 1, "calibration": 1.5, "label_mean": 0.5}, rel=1e-6)
     assert all(type(v) is float for v in got.values())
 
@@ -272,7 +273,7 @@ def test_window_metrics_of_a_named_tuple_of_numpy_scalars():
         (Window(1, 0.2, 0, 2), {"ne", "calibration"}),
         (Window(1, 1.5, 2, 2), {"ne"}),
         (Window(np.nan, 1, 1, 2), {"loss", "ne"}),
-        (Window(*[np.nan] * 4), {"loss", "ne", "calibration", "label_mean"}),
+        (Window(np.nan, np.nan, np.nan, np.nan), {"loss", "ne", "calibration", "label_mean"}),
     ],
 )
 def test_window_metrics_are_nan_where_undefined(sums, undefined):

@@ -42,7 +42,7 @@ def test_score_key_of_the_special_values():
 
 
 def test_nan_has_no_key():
-    with pytest.raises(ValueError, match="logits must not be NaN.* 2 of 3"):
+    with pytest.raises(ValueError, match=r"logits must not be NaN.* 2 of 3"):
         score_key(np.array([np.nan, 1, np.nan], np.float32))
 
 
@@ -126,14 +126,19 @@ def test_disjoint_runs_merge_in_chunks_of_the_budget():
     assert len(lengths) <= 40
 
 
+def _spill_and_fail(sums, key, one):
+    fill(sums, key, one, one, 7)
+    assert sums.spilled_rows == 90
+    next(sums.chunks())
+    raise RuntimeError("half way")
+
+
 def test_the_spill_file_goes_when_the_sums_are_closed_also_on_error(tmp_path):
     key, one = np.arange(100, dtype=np.uint64), np.ones(100)
     open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-    with pytest.raises(RuntimeError, match="half way"), RankSums(10, str(tmp_path)) as sums:
-        fill(sums, key, one, one, 7)
-        assert sums.spilled_rows == 90
-        next(sums.chunks())
-        raise RuntimeError("half way")
+    sums = RankSums(10, str(tmp_path))
+    with pytest.raises(RuntimeError, match="half way"), sums:
+        _spill_and_fail(sums, key, one)
     assert list(tmp_path.iterdir()) == []
     if open_files is not None:
         assert len(os.listdir("/proc/self/fd")) == open_files
@@ -174,4 +179,4 @@ def test_memory_is_bounded_by_the_budget():
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 130 * budget + 2**21  # the docstring's 90 bytes a row, and a merge chunk; all rows: 480 a row of budget
+    assert peak < 130 * budget + 2**21  # the docstring's 90 bytes a row, and a batch; all rows take 480 * budget

@@ -79,41 +79,51 @@ def pack(block: Block, schema: Schema, where: str, out: Rows) -> None:
         dense value is not finite, a weight is negative or not finite.
     """
 
-    def read(name: str, reader: str, *shape: int) -> np.ndarray:
+    n = len(out.labels)
+
+    def column(name: str, reader: str) -> np.ndarray:
         if name not in block:
             has = ", ".join(sorted(block))
             raise UserError(f"{where}: there is no column {name!r}, which {reader} needs; there are {has}")
-        column = np.asarray(block[name])
-        shape = (n, *shape)
-        require(
-            column.shape == shape, f"{where}: column {name!r} has shape {column.shape}, but must have shape {shape}"
-        )
-        return column
+        return np.asarray(block[name])
 
-    n = len(out.labels)
-    out.labels[:] = read("labels", "training", len(schema.labels))
+    def shaped(name: str, reader: str, *shape: int) -> np.ndarray:
+        array = column(name, reader)
+        wanted = (n, *shape)
+        require(array.shape == wanted, f"{where}: column {name!r} has shape {array.shape}, but must have shape {wanted}")
+        return array
+
+    def int32(name: str, reader: str, into: np.ndarray) -> None:
+        array = shaped(name, reader)
+        into[:] = array
+        _check(array[:, None], (into == array)[:, None], (name,), "column", "int32", where)
+
+    out.labels[:] = shaped("labels", "training", len(schema.labels))
     _check(out.labels, (out.labels == 0) | (out.labels == 1), schema.labels, "label", "0 or 1", where)
     if schema.dense:
         with np.errstate(over="ignore"):  # a value beyond float32 becomes inf, which the check reports
-            out.dense[:] = read("dense", "the model", len(schema.dense))
+            out.dense[:] = shaped("dense", "the model", len(schema.dense))
         _check(out.dense, np.isfinite(out.dense), schema.dense, "dense column", "finite", where)
-    out.weight[:] = read("weight", "") if "weight" in block else 1
+    out.weight[:] = shaped("weight", "training") if "weight" in block else 1
     good = np.isfinite(out.weight) & (out.weight >= 0)
     _check(out.weight[:, None], good[:, None], ("weight",), "column", "finite and at least 0", where)
-    out.group[:] = read("group", "") if "group" in block else 0
+    out.group[:] = out.position[:] = 0
+    if "group" in block:
+        int32("group", "training", out.group)
     histories = [f for f in schema.features if f.kind == "history"]
-    out.position[:] = read("position", f"feature {histories[0].name}") if histories else 0
+    if histories:
+        int32("position", f"feature {histories[0].name}", out.position)
 
     out.cut[:] = 0
     slot = bag = 0
     for f in schema.features:
         if f.kind == "categorical":
-            column = read(f.source, f"feature {f.name}")
-            check_ids(column, f, schema, where)
-            out.ids[:, slot] = column
+            ids = shaped(f.source, f"feature {f.name}")
+            check_ids(ids, f, schema, where)
+            out.ids[:, slot] = ids
         elif f.kind == "bag":
-            lengths = read(f"{f.source}/lengths", f"feature {f.name}")
-            values = np.asarray(block.get(f.source, ()))
+            lengths = shaped(f"{f.source}/lengths", f"feature {f.name}")
+            values = column(f.source, f"feature {f.name}")
             total = int(lengths.sum(dtype=np.int64))
             require(
                 values.shape == (total,) and (not n or int(lengths.min()) >= 0),
@@ -200,11 +210,13 @@ def stack(parts: Sequence[HostBatch]) -> HostBatch:
 
 def check_ids(values: np.ndarray, feature: FeatureSpec, schema: Schema, where: str) -> None:
     """Raises `UserError` unless every id of a feature is a row of its table."""
+    if not values.size:
+        return
     require(
         values.dtype.kind in "iu", f"{where}: feature {feature.name} has values of {values.dtype}, but ids are integers"
     )
     vocabulary = schema.vocabulary[feature.table]
-    if values.size and (values.min() < 0 or values.max() >= vocabulary):
+    if (values.min() < 0 or values.max() >= vocabulary):
         bad = values[(values < 0) | (values >= vocabulary)].flat[0]
         raise UserError(
             f"{where}: feature {feature.name} holds id {bad}, but table {feature.table} has {vocabulary} rows, "
@@ -212,9 +224,7 @@ def check_ids(values: np.ndarray, feature: FeatureSpec, schema: Schema, where: s
         )
 
 
-def _check(
-    array: np.ndarray, good: np.ndarray, names: tuple[str, ...], what: str, accepted: str, where: str
-) -> None:
+def _check(array: np.ndarray, good: np.ndarray, names: tuple[str, ...], what: str, accepted: str, where: str) -> None:
     """Raises `UserError` for the first of `array` [n, len(names)] that is not `good`."""
     if not good.all():
         row, column = np.argwhere(~good)[0]

@@ -90,8 +90,8 @@ class EvaluationMetrics:
         """Starts with no rows.
 
         Args:
-          row_budget: Rows held in memory, about 120 bytes each at the peak (48 until one sorts); beyond them sorted rows
-            go to disk, 48 bytes each, and the metrics stay the same.
+          row_budget: Rows held in memory, about 120 bytes each at the peak (48 between two sorts); beyond them rows
+            are sorted and go to disk, 48 bytes each, and the metrics stay the same.
           spill_dir: The folder for those, None for the system's temporary one; see `RankSums`.
 
         Raises:
@@ -118,13 +118,14 @@ class EvaluationMetrics:
           ValueError: If the shapes differ, a logit is NaN, or a value is out of its range. Nothing is added then.
         """
         logits_B, labels_B, weight_B = (np.asarray(x, np.float32) for x in (logits, labels, weight))
-        group_B = np.asarray(group)
+        group_B: NDArray[Any] = np.asarray(group)
         shapes = [x.shape for x in (logits_B, labels_B, weight_B, group_B)]
         if logits_B.ndim != 1 or len(set(shapes)) != 1:
             raise ValueError(f"logits, labels, weight and group must all be [B], but are {shapes}")
         _check(np.isfinite(weight_B) & (weight_B >= 0), weight_B, "weight", "finite and not negative")
         keep_B = weight_B > 0
-        logits_B, labels_B, weight_B, group_B = (x[keep_B] for x in (logits_B, labels_B, weight_B, group_B))
+        logits_B, labels_B, weight_B = logits_B[keep_B], labels_B[keep_B], weight_B[keep_B]
+        group_B = group_B[keep_B]
         _check((labels_B == 0) | (labels_B == 1), labels_B, "labels", "0 or 1")
         if not np.issubdtype(group_B.dtype, np.integer):
             raise ValueError(f"group must hold integers, but its dtype is {group_B.dtype}")

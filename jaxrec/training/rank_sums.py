@@ -1,8 +1,8 @@
 """Exact, weighted AUC of any number of rows in bounded memory, by an external merge sort.
 
-A row is a sort key and the weight it adds to the positives or to the negatives. Rows are buffered up to a budget; a full
-buffer is sorted, its equal keys are summed, and it is appended to a temporary file as a run. Reading merges the runs, one
-range of keys at a time; a key is never split between two ranges, so ties are counted exactly.
+A row is a sort key and the weight it adds to the positives or to the negatives. Rows are buffered up to a budget; a
+full buffer is sorted, its equal keys are summed, and it is appended to a temporary file as a run. Reading merges the
+runs, one range of keys at a time; a key is never split between two ranges, so ties are counted exactly.
 
     key = group << 32 | score      score: the float32 logit, mapped to a uint32 of the same order
 
@@ -60,8 +60,9 @@ class RankSums:
     """Positive and negative weight by key, in the order of the keys, in bounded memory.
 
     The memory peaks at about 90 bytes for each row of the budget, while a full buffer is sorted, and does not grow with
-    the number of rows. The spill file has no name: the operating system removes it when it is closed, or with the
-    process, however that ends.
+    the number of rows; a process's resident size also shows the pages of the file being merged, which the operating
+    system drops when it needs them. The spill file has no name: it goes when it is closed, or with the process, however
+    that ends.
 
         with RankSums(row_budget=4_000_000) as sums:
             for key, positive, negative in rows:
@@ -112,7 +113,7 @@ class RankSums:
             taken += count
 
     def chunks(self) -> Iterator[Records]:
-        """All that was added, as RECORD arrays [K], K >= 1: keys strictly increasing within a chunk and across chunks."""
+        """All that was added, as RECORD arrays [K], K >= 1: keys strictly increasing, within chunks and across them."""
         runs: list[Records] = [_sum_by_key(self._buffer[: self._filled])] if self._filled else []
         if self._file is not None:
             self._file.flush()
@@ -134,7 +135,7 @@ class RankSums:
     def _spill(self) -> None:
         """Appends the buffer to the file as one run, and empties it."""
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="jaxrec-rank-sums-", dir=self._spill_dir)
+            self._file = tempfile.TemporaryFile(dir=self._spill_dir)  # noqa: SIM115 (close does)
         run = _sum_by_key(self._buffer[: self._filled])
         self._file.write(run.data)
         self._ends.append(self._ends[-1] + len(run))
@@ -157,8 +158,8 @@ def _sum_by_key(rows: Records) -> Records:
 def _merge(runs: list[Records], chunk: int) -> Iterator[Records]:
     """Merges R runs, each of strictly increasing keys, into chunks of at most max(chunk, 3 R) records.
 
-    With every s-th key of each run sampled, and every R-th sampled key (of all, sorted) a boundary, the keys between two
-    boundaries hold at most 2 R samples: R, and as many equal to the lower boundary as other runs have. A run with n
+    With every s-th key of each run sampled, and every R-th sampled key (of all, sorted) a boundary, the keys between
+    two boundaries hold at most 2 R samples: R, and as many equal to the lower boundary as other runs have. A run with n
     samples there has fewer than (n + 1) s keys there, all runs together 3 R s.
     """
     stride = max(1, chunk // (3 * max(1, len(runs))))
@@ -190,7 +191,8 @@ def mean_auc(chunks: Iterable[Records]) -> tuple[float, int]:
         AUC = sum_k p_k (sum_{j<k} n_j + n_k / 2) / (sum_k p_k  sum_k n_k)
 
     the probability that a positive row, drawn by weight, scores above a negative one, a tie counting half (Hanley and
-    McNeil 1982, "The Meaning and Use of the Area under a ROC Curve"; scikit-learn's `roc_auc_score(sample_weight=...)`).
+    McNeil 1982, "The Meaning and Use of the Area under a Receiver Operating Characteristic (ROC) Curve"; scikit-learn's
+    `roc_auc_score(sample_weight=...)`).
 
     Args:
       chunks: RECORD arrays [K] as from `RankSums.chunks`, with `group_score_key` keys; a group may span chunks.

@@ -68,15 +68,19 @@ def psum(tree: Any, mesh: Mesh) -> Any:
     return jax.lax.psum(tree, AXES) if mesh.size > 1 else tree
 
 
-def train_step(program: Program, state: TrainState, window: Window, batch: Batch) -> tuple[TrainState, Window]:
+def train_step(
+    program: Program, state: TrainState, window: Window, batch: Batch
+) -> tuple[TrainState, Window, jax.Array]:
     """One update, seen from one device.
 
-    The loss is the weighted mean over the global batch, and gradients are divided by the global weight once. Inside,
+    The loss is the weighted mean over the global batch of the tasks' sum; gradients are divided by the global weight
+    once. The window's sums and weight run over rows and tasks, so that its loss is a mean over both. Inside,
     nothing is summed over devices but by the psums written here (check_vma is off, so gradients stay local).
 
     Returns:
       The new state, equal to the old one but for its failed_* fields where a checked value is not finite, and the window
-      with this step's sums added.
+      with this step's sums added. Third, the step's number: an output that no later step donates, by which the host
+      can see that the step is done.
     """
     mesh, plan = program.mesh, program.plan
     ids, lengths, dense_features, labels, weight = batch
@@ -94,11 +98,12 @@ def train_step(program: Program, state: TrainState, window: Window, batch: Batch
         state.dense, activations
     )
     with jax.named_scope("gradient_sum"):
+        weight_BT = jnp.broadcast_to(weight[:, None], labels.shape)
         sums = Window(
-            loss, jnp.sum(weight[:, None] * jax.nn.sigmoid(logits)), jnp.sum(weight[:, None] * labels), jnp.sum(weight)
+            loss, jnp.sum(weight_BT * jax.nn.sigmoid(logits)), jnp.sum(weight_BT * labels), jnp.sum(weight_BT)
         )
         d_dense, sums = psum((d_dense, sums), mesh)
-        scale = 1.0 / jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
+        scale = labels.shape[1] / jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
         d_dense, d_activations = jax.tree.map(lambda g: g * scale, (d_dense, d_activations))
     with jax.named_scope("dense_update"):
         rate = factor(program.schedule, state.step)
@@ -124,7 +129,7 @@ def train_step(program: Program, state: TrainState, window: Window, batch: Batch
         tables = tables_lib.commit(plan, state.tables, proposals, ok)
     step = state.step + ok.astype(jnp.int32)
     new_window = jax.tree.map(lambda total, new: total + jnp.where(ok, new, 0.0), window, sums)
-    return TrainState(step, dense, optimizer, tables, failed_step, failed_tensor), new_window
+    return TrainState(step, dense, optimizer, tables, failed_step, failed_tensor), new_window, state.step + 1
 
 
 def predict_step(program: Program, dense: Any, tables: tables_lib.Tables, batch: Batch) -> jax.Array:
@@ -175,14 +180,14 @@ def checked_tensors(program: Program, state: TrainState) -> list[str]:
     return names
 
 
-def shard_train_step(program: Program) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window]]:
+def shard_train_step(program: Program) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window, jax.Array]]:
     """Returns the jitted step over global arrays; state and window are donated."""
     specs = program.state_partitions()
     body = jax.shard_map(
         functools.partial(train_step, program),
         mesh=program.mesh,
         in_specs=(specs, REPLICATED, BATCH),
-        out_specs=(specs, REPLICATED),
+        out_specs=(specs, REPLICATED, REPLICATED),
         check_vma=False,
     )
     return jax.jit(body, donate_argnums=(0, 1))

@@ -1,0 +1,124 @@
+"""Every absl flag of the commands, and how flags become a config. Libraries never read FLAGS."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+from jaxrec.checks import UserError, require
+
+FLAGS = flags.FLAGS
+
+
+def cache_dir(*parts: str) -> str:
+    """Returns a folder in the user's cache (XDG_CACHE_HOME, else ~/.cache)."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "jaxrec", *parts)
+
+
+def define_common() -> None:
+    """Flags that every command has."""
+    flags.DEFINE_string("workdir", None, "Folder of the run: config, metrics, TensorBoard events, checkpoints, traces.")
+    flags.DEFINE_string("data_dir", cache_dir("data"), "Where prepared data sets are, and are prepared where absent.")
+    flags.DEFINE_string("mesh", None, "Device mesh, such as data:2,model:4 (an axis left out is 1).")
+    flags.DEFINE_string("embedding_sharding", None, "How tables are spread over the mesh: replicated or row.")
+    flags.DEFINE_integer("simulate_cpu_devices", 0, "Simulate this many CPU devices; correctness only, not speed.")
+    flags.DEFINE_string("compile_cache", cache_dir("compile"), "Persistent compile cache; 'off' for none.")
+
+
+def define_train() -> None:
+    """Flags of `jaxrec.train`."""
+    define_common()
+    flags.DEFINE_string("config", None, "Named config; 'help' lists them.")
+    flags.DEFINE_multi_string("set", [], "path=value: sets any field of the config; may be repeated.")
+    flags.DEFINE_string("precision", None, "Compute type of the dense part: float32 or bfloat16.")
+    flags.DEFINE_string("dense_sharding", "replicated", "How dense parameters are spread: replicated.")
+    flags.DEFINE_integer("steps", None, "Updates in all.")
+    flags.DEFINE_integer("batch_size", None, "Rows of a global batch.")
+    flags.DEFINE_integer("seed", None, "Seed of initial weights, batch order and dropout.")
+    flags.DEFINE_integer("log_every", None, "Steps between metric lines.")
+    flags.DEFINE_integer("eval_every", None, "Steps between evaluations; 0: at the end only.")
+    flags.DEFINE_integer("checkpoint_every", None, "Steps between checkpoints; 0: best and last only.")
+    flags.DEFINE_integer("keep_last", None, "Checkpoints kept besides the best.")
+    flags.DEFINE_integer("patience", None, "Evaluations without a better NE before stopping; 0: never.")
+    flags.DEFINE_string("profile_steps", "", "Steps to trace, a:b, half-open.")
+    flags.DEFINE_string("resume", "auto", "auto continues a matching run or starts one; must; never.")
+
+
+def define_evaluate() -> None:
+    """Flags of `jaxrec.evaluate`."""
+    define_common()
+    flags.DEFINE_string("split", "test", "Split to evaluate.")
+    flags.DEFINE_integer("step", None, "Checkpoint to evaluate; the best where it is not given.")
+
+
+def prepare_process() -> None:
+    """Applies the flags that must act before JAX makes its first array."""
+    require(
+        FLAGS.simulate_cpu_devices >= 0,
+        f"--simulate_cpu_devices is {FLAGS.simulate_cpu_devices}, but must not be negative",
+    )
+    if FLAGS.simulate_cpu_devices:
+        _simulate(FLAGS.simulate_cpu_devices)
+    from jaxrec.startup import enable_compile_cache
+
+    enable_compile_cache("" if FLAGS.compile_cache == "off" else FLAGS.compile_cache)
+
+
+def _simulate(count: int) -> None:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def resolve_config() -> Any:
+    """Returns the config that the flags of `jaxrec.train` ask for: the named one, then --set, then the other flags."""
+    from jaxrec import mesh
+    from jaxrec.configs import catalogue, overrides
+
+    if not FLAGS.config:
+        raise UserError(f"--config is not given, but must be one of: {', '.join(catalogue.names())} (or help)")
+    config = overrides.apply(catalogue.get(FLAGS.config), FLAGS.set)
+    require(
+        FLAGS.dense_sharding == "replicated",
+        f"--dense_sharding is {FLAGS.dense_sharding!r}, but must be one of: replicated",
+    )
+    values = {
+        "precision": FLAGS.precision,
+        "mesh": None if FLAGS.mesh is None else mesh.parse(FLAGS.mesh),
+        "embedding.sharding": FLAGS.embedding_sharding,
+    }
+    for name in ("steps", "batch_size", "seed", "log_every", "eval_every", "checkpoint_every", "keep_last", "patience"):
+        values[f"training.{name}"] = FLAGS[name].value
+    for path, value in values.items():
+        if value is not None:
+            config = overrides.replace(config, path, value)
+    return config
+
+
+def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
+    """Parses the flags and calls `main`; ends the process with its exit status.
+
+    A `UserError` and a wrong flag end with one sentence on stderr and status 2.
+    """
+    define()
+    try:
+        rest = FLAGS(sys.argv)
+        require(len(rest) == 1, f"{rest[1] if len(rest) > 1 else ''!r} is no flag; flags look like --name=value")
+        status = main()
+    except flags.Error as e:
+        status = _complain(str(e).strip().replace("\n", " "))
+    except UserError as e:
+        status = _complain(str(e))
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+def _complain(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2

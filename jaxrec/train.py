@@ -1,0 +1,58 @@
+"""Trains a model: `python -m jaxrec.train --config=dlrm_movielens --workdir=run`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+_BEGIN = time.perf_counter()
+
+from absl import flags  # noqa: E402
+
+from jaxrec import flags as jaxrec_flags  # noqa: E402
+from jaxrec.checks import require  # noqa: E402
+
+
+def main() -> int:
+    """Runs the command; returns its exit status."""
+    flag_values = flags.FLAGS
+    from jaxrec.configs import catalogue
+
+    if flag_values.config == "help":
+        print("\n".join(catalogue.help_lines()))
+        return 0
+    require(bool(flag_values.workdir), "--workdir is not given, but must be the folder of the run")
+    from jaxrec import tracing
+    from jaxrec.startup import PhaseClock, seconds_since_process_start
+    from jaxrec.training.loop import Options, StepNotFinite, train
+
+    config = jaxrec_flags.resolve_config()
+    profile_steps = tracing.parse_steps(flag_values.profile_steps)
+    jaxrec_flags.prepare_process()
+    clock = PhaseClock()
+    clock.seconds["imports"] = seconds_since_process_start() or time.perf_counter() - _BEGIN
+    print(json.dumps(config.as_dict(), indent=2), file=sys.stderr)
+    options = Options(flag_values.workdir, flag_values.data_dir, flag_values.resume, profile_steps)
+    try:
+        summary, status = train(config, options, clock)
+    except StepNotFinite as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    if status == 0:
+        print_summary(summary)
+    return status
+
+
+def print_summary(summary: dict) -> None:
+    """Prints what a reader wants to know of a finished run."""
+    for split, metrics in summary["metrics"].items():
+        print(f"{split:<11} " + "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items()))
+    shares = "  ".join(f"{k} {v:.1%}" for k, v in summary["stage_shares"].items())
+    print(f"steps       {summary['steps']} (best {summary['best_step']}), {summary['samples_per_second']:,.0f} samples/s")
+    print(f"time        {summary['seconds']:.1f} s: {shares}")
+    print("start-up    " + "  ".join(f"{k} {v:.1f} s" for k, v in summary["startup_seconds"].items()))
+
+
+if __name__ == "__main__":
+    jaxrec_flags.run_command(main, jaxrec_flags.define_train)

@@ -1,0 +1,206 @@
+"""Checkpoints: one logical array per table, whatever mesh and sharding wrote them.
+
+A checkpoint is a flat tree of host arrays: `dense/<path>` and `optimizer/<path>` for the dense part, and for each table
+`tables/<name>/weights` and `tables/<name>/<slot>`, rows in order. Its metadata hold the run's identity and `Progress`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from jaxrec.checks import UserError, require
+from jaxrec.embeddings import tables as tables_lib
+from jaxrec.embeddings.tables import Table
+from jaxrec.training.setup import replicate
+from jaxrec.training.state import TrainState
+from jaxrec.training.step import Program
+
+FOLDER = "checkpoints"
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a resumed run must know beyond the arrays.
+
+    Attributes:
+      batches: Training batches consumed: the next one is this of the endless sequence of batches.
+      evaluated_step: The step of the last finished evaluation, or -1.
+      best_step: The step of the best validation NE, or -1.
+      best_ne: That NE.
+      worse: Evaluations since then.
+      stopped_early: Patience ran out.
+    """
+
+    batches: int = 0
+    evaluated_step: int = -1
+    best_step: int = -1
+    best_ne: float = math.inf
+    worse: int = 0
+    stopped_early: bool = False
+
+
+@dataclasses.dataclass
+class _KeepLastAndBest:
+    """Orbax's preservation policy: the last `last` checkpoints and the best."""
+
+    last: int
+    best_step: int = -1
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        recent = {c.step for c in sorted(checkpoints, key=lambda c: c.step)[-self.last :]}
+        return [c.step in recent or c.step == self.best_step for c in checkpoints]
+
+
+class Checkpoints:
+    """The checkpoints of a workdir. Saving copies to the host, then writes in the background, atomically."""
+
+    def __init__(self, workdir: str, keep_last: int):
+        self._folder = Path(workdir).absolute() / FOLDER
+        self._policy = _KeepLastAndBest(keep_last)
+        self._orbax = ocp.training.Checkpointer(self._folder, preservation_policy=self._policy, cleanup_tmp_directories=True)
+        self._saving: Any = None
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(c.step for c in self._orbax.checkpoints)
+
+    def save(self, program: Program, state: TrainState, progress: Progress, identity: dict[str, Any]) -> int:
+        """Starts saving; returns the step. A step that is saved already is replaced."""
+        self.wait()
+        arrays = to_arrays(program, state)
+        step = int(arrays["step"])
+        self._policy.best_step = progress.best_step
+        metadata = {"identity": identity, "progress": dataclasses.asdict(progress)}
+        if math.isinf(progress.best_ne):
+            metadata["progress"]["best_ne"] = None
+        self._saving = self._orbax.save_async(
+            step, arrays, custom_metadata=metadata, overwrite=step in self.steps, force=True
+        )
+        return step
+
+    def wait(self) -> None:
+        """Returns once what was begun is written.
+
+        Raises:
+          UserError: It could not be written.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.result()
+            except OSError as e:
+                raise UserError(f"the checkpoint could not be written to {self._folder}: {e.strerror or e}") from e
+
+    def progress(self, step: int) -> Progress:
+        """Returns the progress stored with a checkpoint."""
+        try:
+            stored = dict(self._orbax.metadata(step).custom_metadata["progress"])  # pyright: ignore[reportOptionalSubscript, reportArgumentType, reportCallIssue]
+            stored["best_ne"] = math.inf if stored["best_ne"] is None else stored["best_ne"]
+            return Progress(**stored)
+        except Exception as e:
+            raise UserError(f"checkpoint {self._folder}/{step} cannot be read ({_first_line(e)}); delete that folder to use an earlier one") from e
+
+    def restore(self, program: Program, state: TrainState, step: int) -> TrainState:
+        """Returns the state of a checkpoint, laid out for `program`.
+
+        Args:
+          program: The run's.
+          state: Any state of the program, for its structure.
+          step: Which checkpoint.
+
+        Raises:
+          UserError: It cannot be read, or is of another model.
+        """
+        try:
+            arrays = self._orbax.load(step)
+        except Exception as e:
+            raise UserError(f"checkpoint {self._folder}/{step} cannot be read ({_first_line(e)}); delete that folder to use an earlier one") from e
+        return from_arrays(program, state, arrays, f"checkpoint {self._folder}/{step}")
+
+    def delete_after(self, step: int) -> None:
+        """Deletes checkpoints past `step`, which a run that continues from there will write anew."""
+        for later in [s for s in self.steps if s > step]:
+            self._orbax.delete(later)
+
+    def close(self) -> None:
+        self.wait()
+        self._orbax.close()
+
+
+def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
+    """Returns the logical arrays of a state, on the host."""
+    arrays = {"step": np.array(state.step)}
+    for part, tree in (("dense", state.dense), ("optimizer", state.optimizer)):
+        arrays |= {f"{part}/{_key(path)}": np.array(leaf) for path, leaf in _leaves(tree)}
+    for g in program.plan.groups:
+        table = state.tables[g.name]
+        for what, array in {"weights": table.weights, **table.slots}.items():
+            # A copy: the device's buffer is donated to the next step while this one is being written.
+            logical = g.to_logical(np.array(array))
+            arrays |= {f"tables/{name}/{what}": rows for name, rows in logical.items()}
+    return arrays
+
+
+def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarray], where: str) -> TrainState:
+    """The inverse of `to_arrays`, on the program's mesh.
+
+    Raises:
+      UserError: An array is missing, superfluous or of another shape; `where` names the checkpoint.
+    """
+    wanted: dict[str, tuple[int, ...]] = {"step": ()}
+    for part, tree in (("dense", state.dense), ("optimizer", state.optimizer)):
+        wanted |= {f"{part}/{_key(path)}": leaf.shape for path, leaf in _leaves(tree)}
+    for g in program.plan.groups:
+        per_column = {"weights": True, **g.rule.slots}
+        wanted |= {
+            f"tables/{t.name}/{what}": (t.rows, t.dim) if wide else (t.rows,)
+            for t in g.tables
+            for what, wide in per_column.items()
+        }
+    for name in sorted({*wanted, *arrays}):
+        has = arrays[name].shape if name in arrays else "absent"
+        needs = wanted.get(name, "absent")
+        require(has == needs, f"{where} is of another model: {name} is {has} there and {needs} in this config")
+
+    def tree_of(part: str, tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: arrays[f"{part}/{_key(path)}"], tree)
+
+    tables = {}
+    for g in program.plan.groups:
+
+        def load(what: str, fill: float, g: Any = g) -> jax.Array:
+            logical = {t.name: arrays[f"tables/{t.name}/{what}"] for t in g.tables}
+            return tables_lib.put(g.from_logical(logical, fill), program.mesh, g.partition)
+
+        tables[g.name] = Table(
+            load("weights", 0.0),
+            {slot: load(slot, g.rule.initial) for slot in g.rule.slots},
+            tables_lib.put(np.zeros(g.array_rows, np.int32), program.mesh, g.partition),
+        )
+    none = np.full((), -1, np.int32)
+    step, dense, optimizer, failed_step, failed_tensor = replicate(
+        program, (arrays["step"], tree_of("dense", state.dense), tree_of("optimizer", state.optimizer), none, none)
+    )
+    return TrainState(step, dense, optimizer, tables, failed_step, failed_tensor)
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _key(path: Any) -> str:
+    parts = (str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+    return "/".join(p for p in parts if p != "value")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

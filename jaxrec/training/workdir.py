@@ -1,0 +1,82 @@
+"""A run's folder: who may use it, and what it says of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxrec.checks import UserError, one_of, require
+from jaxrec.training.config import Config, differences
+
+RESUME = ("auto", "must", "never")
+CONFIG_FILE = "config.json"
+SUMMARY_FILE = "summary.json"
+
+
+def claim(workdir: str, config: Config, resume: str) -> bool:
+    """Makes the folder, or checks that this config may continue in it, and writes `config.json`.
+
+    Args:
+      workdir: The folder.
+      config: The run's.
+      resume: `auto` continues a matching run or starts one; `must` refuses an empty folder; `never` a used one.
+
+    Returns:
+      Whether the folder holds an earlier run.
+
+    Raises:
+      UserError: The folder is a file, is used by a run with another identity, or is not as `resume` asks.
+    """
+    one_of("--resume", resume, RESUME)
+    require(bool(workdir), "--workdir is empty, but must be the folder of the run")
+    folder = Path(workdir)
+    require(folder.is_dir() or not folder.exists(), f"--workdir is {workdir!r}, which is a file, but must be a folder")
+    used = (folder / CONFIG_FILE).exists()
+    require(used or resume != "must", f"--resume=must, but --workdir={workdir} holds no run; --resume=auto starts one")
+    require(
+        not used or resume != "never",
+        f"--resume=never, but --workdir={workdir} holds a run already; name another folder, or --resume=auto",
+    )
+    if used:
+        old = read_json(folder / CONFIG_FILE)
+        require(
+            isinstance(old.get("identity"), dict),
+            f"{workdir}/{CONFIG_FILE} has no identity, so no version of jaxrec wrote it; name another --workdir",
+        )
+        changed = differences(config.identity(), old["identity"])
+        require(
+            not changed,
+            f"--workdir={workdir} holds a run of another config ({'; '.join(changed[:4])}"
+            f"{'; ...' if len(changed) > 4 else ''}); name another folder, or use that config",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / CONFIG_FILE, {"identity": config.identity(), "config": config.as_dict()})
+    except OSError as e:
+        raise UserError(f"--workdir is {workdir!r}, which cannot be written: {e.strerror}") from e
+    return used
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+      UserError: There is no such file, or it holds something else.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise UserError(f"{path} is not JSON ({e}); delete the file or its folder") from e
+    require(isinstance(value, dict), f"{path} holds no JSON object; delete the file or its folder")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes atomically."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)

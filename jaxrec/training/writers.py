@@ -1,0 +1,53 @@
+"""Where metrics go: `metrics.jsonl`, and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricWriter:
+    """Appends metrics to both files of a workdir.
+
+    On a resumed run, lines past the restored step are cut from `metrics.jsonl`, and TensorBoard is told to ignore its
+    events past that step.
+    """
+
+    def __init__(self, workdir: str, restored_step: int):
+        path = Path(workdir) / METRICS_FILE
+        if path.exists():
+            _cut(path, restored_step)
+        self._lines = path.open("a")
+        self._events = SummaryWriter(workdir, purge_step=restored_step + 1, max_queue=1000, flush_secs=10)
+
+    def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        """Writes one line and one scalar per value, named `kind/value`; values that are not finite become null."""
+        clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        self._lines.write(json.dumps({"step": step, "kind": kind, **clean}) + "\n")
+        self._lines.flush()
+        for name, value in values.items():
+            self._events.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._lines.close()
+        self._events.close()
+
+
+def _cut(path: Path, last_step: int) -> None:
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue  # The half line of a killed run.
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
