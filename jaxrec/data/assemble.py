@@ -78,7 +78,6 @@ def pack(block: Block, schema: Schema, where: str, out: Rows) -> None:
       UserError: A column is missing or of the wrong shape, an id is outside its table, a label is neither 0 nor 1, a
         dense value is not finite, a weight is negative or not finite.
     """
-
     n = len(out.labels)
 
     def column(name: str, reader: str) -> np.ndarray:
@@ -90,7 +89,7 @@ def pack(block: Block, schema: Schema, where: str, out: Rows) -> None:
     def shaped(name: str, reader: str, *shape: int) -> np.ndarray:
         array = column(name, reader)
         wanted = (n, *shape)
-        require(array.shape == wanted, f"{where}: column {name!r} has shape {array.shape}, but must have shape {wanted}")
+        require(array.shape == wanted, f"{where}: column {name!r} has shape {array.shape}, but must have {wanted}")
         return array
 
     def int32(name: str, reader: str, into: np.ndarray) -> None:
@@ -216,7 +215,7 @@ def check_ids(values: np.ndarray, feature: FeatureSpec, schema: Schema, where: s
         values.dtype.kind in "iu", f"{where}: feature {feature.name} has values of {values.dtype}, but ids are integers"
     )
     vocabulary = schema.vocabulary[feature.table]
-    if (values.min() < 0 or values.max() >= vocabulary):
+    if values.min() < 0 or values.max() >= vocabulary:
         bad = values[(values < 0) | (values >= vocabulary)].flat[0]
         raise UserError(
             f"{where}: feature {feature.name} holds id {bad}, but table {feature.table} has {vocabulary} rows, "

@@ -1,0 +1,35 @@
+# `make train` and `make test` need Python 3.11-3.13 and git; everything else comes from the package index.
+PYTHON ?= python3
+VENV ?= .venv
+RUN ?= run
+LOCK := locks/$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
+BIN := $(VENV)/bin
+
+.PHONY: train test lint smoke clean
+
+train: $(VENV)/installed
+	$(BIN)/python -m jaxrec.train --config=dlrm_movielens --workdir=$(RUN)
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+# Train 50 steps, resume, evaluate; with PYTHON=python3.12 VENV=.venv312 it does so on the newest jax.
+smoke: $(VENV)/installed
+	rm -rf $(RUN)_smoke
+	$(BIN)/python -m jaxrec.train --config=dlrm_movielens --workdir=$(RUN)_smoke --steps=50
+	$(BIN)/python -m jaxrec.train --config=dlrm_movielens --workdir=$(RUN)_smoke --steps=80 --resume=must
+	$(BIN)/python -m jaxrec.evaluate --workdir=$(RUN)_smoke
+
+$(VENV)/installed: pyproject.toml $(LOCK)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(RUN) $(RUN)_smoke
