@@ -52,7 +52,7 @@ class ArrayBlocks:
         self.block_rows = block_rows
 
     def __len__(self) -> int:
-        return -(-self.rows // self.block_rows)
+        return (self.rows + self.block_rows - 1) // self.block_rows
 
     def __getitem__(self, index: int) -> Block:
         if not 0 <= index < len(self):

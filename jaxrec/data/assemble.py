@@ -95,17 +95,17 @@ def pack(block: Block, schema: Schema, where: str, out: Rows) -> None:
     def int32(name: str, reader: str, into: np.ndarray) -> None:
         array = shaped(name, reader)
         into[:] = array
-        _check(array[:, None], (into == array)[:, None], (name,), "column", "int32", where)
+        _check(array[:, None], (into == array)[:, None], (name,), "column", "int32", where=where)
 
     out.labels[:] = shaped("labels", "training", len(schema.labels))
-    _check(out.labels, (out.labels == 0) | (out.labels == 1), schema.labels, "label", "0 or 1", where)
+    _check(out.labels, (out.labels == 0) | (out.labels == 1), schema.labels, "label", "0 or 1", where=where)
     if schema.dense:
         with np.errstate(over="ignore"):  # a value beyond float32 becomes inf, which the check reports
             out.dense[:] = shaped("dense", "the model", len(schema.dense))
-        _check(out.dense, np.isfinite(out.dense), schema.dense, "dense column", "finite", where)
+        _check(out.dense, np.isfinite(out.dense), schema.dense, "dense column", "finite", where=where)
     out.weight[:] = shaped("weight", "training") if "weight" in block else 1
     good = np.isfinite(out.weight) & (out.weight >= 0)
-    _check(out.weight[:, None], good[:, None], ("weight",), "column", "finite and at least 0", where)
+    _check(out.weight[:, None], good[:, None], ("weight",), "column", "finite and at least 0", where=where)
     out.group[:] = out.position[:] = 0
     if "group" in block:
         int32("group", "training", out.group)
@@ -223,7 +223,9 @@ def check_ids(values: np.ndarray, feature: FeatureSpec, schema: Schema, where: s
         )
 
 
-def _check(array: np.ndarray, good: np.ndarray, names: tuple[str, ...], what: str, accepted: str, where: str) -> None:
+def _check(
+    array: np.ndarray, good: np.ndarray, names: tuple[str, ...], what: str, accepted: str, *, where: str
+) -> None:
     """Raises `UserError` for the first of `array` [n, len(names)] that is not `good`."""
     if not good.all():
         row, column = np.argwhere(~good)[0]

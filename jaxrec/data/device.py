@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import threading
 import time
@@ -45,9 +46,11 @@ class DevicePrefetch(Generic[DeviceBatch]):
         self._closed = False  # the consumer wants no more
         self._ended = False  # the thread brings no more
         self._error: BaseException | None = None
-        # A daemon, so that a consumer that never closes it cannot keep the program from ending.
+        # A program that ends without closing it is neither kept waiting for long (hence a daemon), nor aborted by a
+        # thread that is inside the runtime while that is taken down (hence the farewell).
         self._thread = threading.Thread(target=self._run, name="jaxrec-device-prefetch", daemon=True)
         self._thread.start()
+        atexit.register(self._at_exit)
 
     def __iter__(self) -> DevicePrefetch[DeviceBatch]:
         return self
@@ -69,17 +72,25 @@ class DevicePrefetch(Generic[DeviceBatch]):
 
     def close(self) -> None:
         """Drops what is ready and waits for the thread to end: at most as long as one batch takes."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
+        self._stop()
         self._thread.join()
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> DevicePrefetch[DeviceBatch]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def _at_exit(self) -> None:
+        self._stop()
+        self._thread.join(timeout=10)
 
     def _run(self) -> None:
         try:

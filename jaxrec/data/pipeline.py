@@ -113,7 +113,7 @@ class Batches:
         self._windows: _Recent[tuple[int, int], _Window] = _Recent(2 * windows_per_batch)
         self._epochs: _Recent[int, _Epoch] = _Recent(2)
         # The memory of windows that are done with. Fresh memory costs more than what is written to it.
-        self._room: collections.deque[Rows] = collections.deque()
+        self._room: collections.deque[Rows] = collections.deque(maxlen=2)
 
     def __len__(self) -> int:
         return self.steps_per_epoch

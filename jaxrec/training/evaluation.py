@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from jaxrec.data.device import DevicePrefetch
 from jaxrec.data.pipeline import Batches, stream
-from jaxrec.data.schema import Dataset
+from jaxrec.data.schema import Dataset, HostBatch
 from jaxrec.training.config import Config
 from jaxrec.training.metrics import EvaluationMetrics
 from jaxrec.training.setup import batch_shapes, put_batch
@@ -38,23 +38,15 @@ class Evaluator:
         Several tasks' metrics are named `<label>/<metric>`; one task's `<metric>`. For planted data `best_ne` is the NE
         of the planted probabilities on the same rows, and `excess` is (NE - best) / (1 - best).
         """
-        batches = Batches(self._dataset, split, self._batch_size, shuffle=False)
         labels = self._dataset.schema.labels
         with contextlib.ExitStack() as stack:
             metrics = [stack.enter_context(EvaluationMetrics(row_budget=self._row_budget)) for _ in labels]
-            ahead = stack.enter_context(
-                DevicePrefetch(stream(batches, 0, len(batches)), put_batch(self._program))
-            )
-            waiting: tuple[jax.Array, Any] | None = None
-            for device_batch, host in ahead:
+            predictions = stack.enter_context(contextlib.closing(self.predictions(state, split)))
+            for logits, host in predictions:
                 if stop is not None and stop.signal:
                     return None
-                logits = self.compiled(state.dense, state.tables, device_batch)
-                if waiting is not None:  # One batch behind, so that the device computes while the host counts.
-                    _count(metrics, *waiting)
-                waiting = logits, host
-            if waiting is not None:
-                _count(metrics, *waiting)
+                for task, m in enumerate(metrics):
+                    m.update(logits[:, task], host.batch.labels[:, task], host.batch.weight, host.group)
             results = [m.compute() for m in metrics]
         if len(labels) > 1:
             return {f"{label}/{k}": v for label, r in zip(labels, results, strict=True) for k, v in r.items()}
@@ -64,14 +56,25 @@ class Evaluator:
             result |= {"best_ne": best, "excess": (result["ne"] - best) / (1 - best)}
         return result
 
+    def predictions(self, state: TrainState, split: str) -> Iterator[tuple[np.ndarray, HostBatch]]:
+        """Yields logits, float32 [B, T], with the host batch they belong to, over the whole split in stored order.
+
+        The rows that pad the last batch have weight 0.
+        """
+        batches = Batches(self._dataset, split, self._batch_size, shuffle=False)
+        with DevicePrefetch(stream(batches, 0, len(batches)), put_batch(self._program)) as ahead:
+            behind: tuple[jax.Array, HostBatch] | None = None
+            for device_batch, host in ahead:
+                logits = self.compiled(state.dense, state.tables, device_batch)
+                if behind is not None:  # One batch behind, so that the device computes while the caller counts.
+                    yield np.asarray(behind[0]), behind[1]
+                behind = logits, host
+            if behind is not None:
+                yield np.asarray(behind[0]), behind[1]
+
     @property
     def criterion(self) -> str:
         """The metric that the best checkpoint is chosen by: the first task's NE."""
         labels = self._dataset.schema.labels
         return "ne" if len(labels) == 1 else f"{labels[0]}/ne"
 
-
-def _count(metrics: list[EvaluationMetrics], logits: jax.Array, host: Any) -> None:
-    values = np.asarray(logits)
-    for task, m in enumerate(metrics):
-        m.update(values[:, task], host.batch.labels[:, task], host.batch.weight, host.group)

@@ -1,0 +1,75 @@
+"""The baseline: scikit-learn's logistic regression on the rows and features that the model sees.
+
+Every id is a one-hot column (a bag's columns share weight 1), beside the standardised dense columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import scipy.sparse
+from sklearn.linear_model import LogisticRegression
+
+from jaxrec.data.pipeline import Batches
+from jaxrec.data.schema import Dataset
+
+
+class Table(NamedTuple):
+    """A split as a matrix.
+
+    Attributes:
+      x: [rows, columns], sparse.
+      y: float [rows].
+      group: int [rows], the user.
+    """
+
+    x: scipy.sparse.csr_matrix
+    y: np.ndarray
+    group: np.ndarray
+
+
+def table(dataset: Dataset, split: str, batch_size: int = 4096) -> Table:
+    """Returns a split's rows, in stored order, from the very batches that the model is fed."""
+    schema = dataset.schema
+    parts = list(Batches(dataset, split, batch_size, shuffle=False))
+    keep = np.concatenate([p.batch.weight for p in parts]) > 0
+    ids, lengths, dense, labels = (
+        np.concatenate([getattr(p.batch, name) for p in parts])[keep] for name in ("ids", "lengths", "dense", "labels")
+    )
+    columns, blocks, slot, bag = [], [dense], 0, 0
+    for f in schema.features:
+        part = ids[:, slot : slot + f.max_length]
+        slot += f.max_length
+        length = np.ones(len(part), np.int64)
+        if f.kind != "categorical":
+            length = lengths[:, bag].astype(np.int64)
+            bag += 1
+        valid = np.arange(f.max_length) < length[:, None]
+        value = np.broadcast_to(1.0 / np.maximum(length, 1)[:, None], part.shape)
+        row = np.broadcast_to(np.arange(len(part))[:, None], part.shape)
+        shape = (len(part), schema.vocabulary[f.table])
+        blocks.append(scipy.sparse.csr_matrix((value[valid], (row[valid], part[valid])), shape=shape))
+        columns.append(shape[1])
+    x = scipy.sparse.hstack([scipy.sparse.csr_matrix(b) for b in blocks], format="csr")
+    return Table(x, labels[:, 0], np.concatenate([p.group for p in parts])[keep])
+
+
+def fit(train: Table, others: list[Table], dense_columns: int, c: float) -> list[np.ndarray]:
+    """Fits on `train` and returns the logits of each other table.
+
+    Args:
+      train: The training split.
+      others: Splits to predict.
+      dense_columns: How many leading columns are dense; they are standardised with the training split's moments.
+      c: scikit-learn's inverse strength of the L2 penalty.
+    """
+    dense = train.x[:, :dense_columns].toarray()
+    mean, scale = dense.mean(0), dense.std(0)
+
+    def standardised(t: Table) -> scipy.sparse.csr_matrix:
+        block = (t.x[:, :dense_columns].toarray() - mean) / np.where(scale > 0, scale, 1)
+        return scipy.sparse.hstack([scipy.sparse.csr_matrix(block), t.x[:, dense_columns:]], format="csr")
+
+    model = LogisticRegression(C=c, max_iter=2000, tol=1e-5).fit(standardised(train), train.y)
+    return [model.decision_function(standardised(t)) for t in others]
