@@ -1,0 +1,124 @@
+"""How much time per step passes outside the compiled program?
+
+    python -m experiments.step_overhead.run --mode=all
+
+Two loops take the same steps in turn: the bare one calls the compiled step on batches that are on the device already;
+the other is `jaxrec.training.loop`, with input, counters, progress and metrics. Their difference is what training adds
+to the compiled program, thread contention with the input included.
+"""
+
+from __future__ import annotations
+
+import collections
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from experiments.step_overhead.report import render
+from jaxrec import flags as jaxrec_flags
+from jaxrec.checks import UserError, one_of
+from jaxrec.configs import catalogue, overrides
+from jaxrec.data.pipeline import Batches
+from jaxrec.reporting import record as record_lib
+from jaxrec.training import setup
+from jaxrec.training.loop import IN_FLIGHT, Options, train
+from jaxrec.training.step import shard_train_step
+
+STUDY = "step_overhead"
+# A program that does next to nothing, where the loop's own time cannot hide, and one of the default's size.
+CASES: dict[str, dict[str, Any]] = {
+    "tiny": {"training.batch_size": 64, "model.bottom_mlp": (8, 16), "model.top_mlp": (8,)},
+    "default": {},
+}
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("mode", "all", "all, measure, render, check (re-rendering changes nothing) or smoke.")
+    flags.DEFINE_string("out", f"reports/{STUDY}", "Folder of record.json and report.md.")
+    flags.DEFINE_integer("repeats", 7, "Alternations of the two loops per case.")
+    flags.DEFINE_integer("steps", 600, "Steps of each loop.")
+
+
+def main() -> int:
+    """Runs the study; returns the exit status."""
+    values = flags.FLAGS
+    mode, out = values.mode, Path(values.out)
+    one_of("--mode", mode, ("all", "measure", "render", "check", "smoke"))
+    if mode in ("all", "measure"):
+        record_lib.write(measure(values.repeats, values.steps), out)
+    if mode == "smoke":
+        with tempfile.TemporaryDirectory() as folder:
+            record_lib.write(measure(2, 20), Path(folder))
+            render(record_lib.read(Path(folder)))
+    if mode in ("all", "render"):
+        (out / "report.md").write_text(render(record_lib.read(out)))
+    if mode == "check" and (out / "report.md").read_text() != render(record_lib.read(out)):
+        raise UserError(f"{out}/report.md is not what {out}/record.json renders to; --mode=render writes it anew")
+    return 0
+
+
+def measure(repeats: int, steps: int) -> dict[str, Any]:
+    """Times both loops in alternation; returns the record."""
+    rows, batch_sizes = [], {}
+    for case, changes in CASES.items():
+        config = catalogue.get("dlrm_synthetic")
+        small = {"data.validation_rows": 2048, "data.test_rows": 2048, "data.train_rows": 200_000}
+        cadence = {"training.steps": steps, "training.eval_every": 0, "training.checkpoint_every": 0}
+        for path, value in {**small, **cadence, **changes}.items():
+            config = overrides.replace(config, path, value)
+        batch_sizes[case] = config.training.batch_size
+        bare, loop = _Bare(config), []
+        bare_ms = []
+        for repeat in range(repeats + 1):
+            a, b = bare.milliseconds(steps), _loop_milliseconds(config)
+            if repeat:  # The first pair warms up.
+                bare_ms.append(a)
+                loop.append(b)
+        print(f"{case}: compiled program {np.median(bare_ms):.3f} ms, loop {np.median(loop):.3f} ms a step")
+        rows.append(record_lib.row("compiled program alone", "jax", case, "step", "ms", bare_ms))
+        rows.append(record_lib.row("training loop", "jax", case, "step", "ms", loop))
+        difference = [b - a for a, b in zip(bare_ms, loop, strict=True)]
+        rows.append(record_lib.row("outside the compiled program", "jax", case, "step", "ms", difference))
+    return record_lib.make(STUDY, rows, steps=steps, batch_sizes=batch_sizes)
+
+
+class _Bare:
+    """The compiled step on a few batches that stay on the device."""
+
+    def __init__(self, config: Any):
+        dataset = config.data.open("")
+        self.program, dense = setup.build_program(config, dataset)
+        self.state, self.window = setup.initial_state(self.program, dense), setup.new_window(self.program)
+        shapes = setup.batch_shapes(dataset, config.training.batch_size, self.program)
+        self.step = shard_train_step(self.program).lower(self.state, self.window, shapes).compile()
+        batches = Batches(dataset, "train", config.training.batch_size)
+        put = setup.put_batch(self.program)
+        self.batches = [put(batches[k].batch) for k in range(8)]
+
+    def milliseconds(self, steps: int) -> float:
+        in_flight: collections.deque[jax.Array] = collections.deque()
+        begin = time.perf_counter()
+        for k in range(steps):
+            self.state, self.window, done = self.step(self.state, self.window, self.batches[k % len(self.batches)])
+            in_flight.append(done)
+            if len(in_flight) > IN_FLIGHT:
+                in_flight.popleft().block_until_ready()
+        jax.block_until_ready(self.state)
+        return (time.perf_counter() - begin) / steps * 1e3
+
+
+def _loop_milliseconds(config: Any) -> float:
+    """Trains once; returns the time per step without evaluation and checkpoints."""
+    with tempfile.TemporaryDirectory() as workdir:
+        summary, _ = train(config, Options(workdir, "", quiet=True))
+    share = summary["stage_shares"]["step"] + summary["stage_shares"]["input"]
+    return summary["seconds"] * share / summary["steps_this_process"] * 1e3
+
+
+if __name__ == "__main__":
+    jaxrec_flags.run_command(main, define_flags)
