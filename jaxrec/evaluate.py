@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from absl import flags
@@ -24,8 +25,12 @@ def main() -> int:
 
     jaxrec_flags.prepare_process()
     stored = read_json(Path(flag_values.workdir) / CONFIG_FILE)
-    require("config" in stored, f"{flag_values.workdir}/{CONFIG_FILE} holds no config: no run of jaxrec wrote it")
-    config = overrides.from_dict(catalogue.get(stored["config"]["name"]), stored["config"])
+    values = stored.get("config")
+    require(
+        isinstance(values, dict) and isinstance(values.get("name"), str),
+        f"{flag_values.workdir}/{CONFIG_FILE} holds no config, so no run of jaxrec wrote it; name another --workdir",
+    )
+    config = overrides.from_dict(catalogue.get(values["name"]), values)
     if flag_values.mesh is not None:
         config = overrides.replace(config, "mesh", mesh.parse(flag_values.mesh))
     if flag_values.embedding_sharding is not None:
@@ -33,15 +38,19 @@ def main() -> int:
     dataset = config.data.open(flag_values.data_dir)
     one_of("--split", flag_values.split, tuple(dataset.splits))
     program, dense = setup.build_program(config, dataset, for_training=False)
-    checkpoints = Checkpoints(flag_values.workdir, config.training.keep_last)
+    checkpoints = Checkpoints(flag_values.workdir, config.training.keep_last, for_training=False)
     steps = checkpoints.steps
     require(bool(steps), f"--workdir={flag_values.workdir} holds no checkpoint yet")
-    best = checkpoints.progress(steps[-1]).best_step
-    step = flag_values.step if flag_values.step is not None else best if best in steps else steps[-1]
+    step = flag_values.step
+    if step is None:
+        best = checkpoints.progress(steps[-1], config.identity()).best_step
+        step = best if best in steps else steps[-1]
     require(step in steps, f"--step is {step}, but must be one of the checkpoints: {', '.join(map(str, steps))}")
+    checkpoints.progress(step, config.identity())
     state = checkpoints.restore(program, setup.initial_state(program, dense), step)
-    metrics = Evaluator(config, dataset, program, state).run(state, flag_values.split)
-    print(json.dumps({"step": step, "split": flag_values.split, **(metrics or {})}))
+    metrics = Evaluator(config, dataset, program, state).run(state, flag_values.split) or {}
+    finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+    print(json.dumps({"step": step, "split": flag_values.split, **finite}))
     return 0
 
 

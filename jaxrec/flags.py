@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,8 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
     A `UserError` and a wrong flag end with one sentence on stderr and status 2.
     """
     define()
+    # Until a run handles it (`training.signals`) nothing is to be saved: clean up and end, with the status of a kill.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         rest = FLAGS(sys.argv)
         require(len(rest) == 1, f"{rest[1] if len(rest) > 1 else ''!r} is no flag; flags look like --name=value")
@@ -115,6 +118,9 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
         status = _complain(str(e).strip().replace("\n", " "))
     except UserError as e:
         status = _complain(str(e))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.exit(status)
 

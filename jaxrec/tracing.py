@@ -28,12 +28,21 @@ class StepTracer:
         self._workdir = workdir
         self._steps = steps
         self.active = False
+        self.missed = steps  # The steps asked for, until the first of them is traced.
+
+    def __enter__(self) -> StepTracer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.active:  # By an error: the profiler is one of the process, and must not stay on.
+            jax.profiler.stop_trace()
+            self.active = False
 
     def before(self, step: int) -> None:
         """Starts the trace where `step` is the first to be traced."""
         if self._steps and not self.active and self._steps[0] <= step < self._steps[1]:
             jax.profiler.start_trace(self._workdir, create_perfetto_trace=True)
-            self.active = True
+            self.active, self.missed = True, None
 
     def after(self, step: int, result: object) -> str | None:
         """Ends the trace where `step` was the last; returns its folder, relative to the workdir."""

@@ -5,7 +5,87 @@ import os
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+ROOT = Path(__file__).parent.parent
+
+# A model and data so small that a run takes its start-up time. Tables of 101 rows divide over no mesh.
+TINY = (
+    "data.train_rows=20000", "data.validation_rows=2000", "data.test_rows=1500", "data.tables=3", "data.rows=101",
+    "data.dense=4", "data.users=40", "model.bottom_mlp=8,4", "model.top_mlp=8", "model.dropout=0.2", "embedding.dim=4",
+    "training.batch_size=128", "training.log_every=8", "training.eval_every=10", "training.checkpoint_every=20",
+    "training.steps=40", "training.seed=3", "schedule.warmup_steps=5",
+)  # fmt: skip
+
+# Runs a command, with the batches of its training split slowed down.
+SLOW = """
+import runpy, sys, time
+from jaxrec.data.pipeline import Batches
+fast, (module, seconds, first) = Batches.__getitem__, sys.argv[1:4]
+def slow(self, k):
+    time.sleep(float(seconds) * (self._shuffle and k >= int(first)))
+    return fast(self, k)
+Batches.__getitem__ = slow
+del sys.argv[1:4]
+runpy.run_module(module, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable:
+    """Returns `tiny(*assignments)`: the tiny config, changed."""
+    from jaxrec.configs import catalogue, overrides
+
+    return lambda *assignments: overrides.apply(catalogue.get("dlrm_synthetic"), [*TINY, *assignments])
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of a command in another process: one device, a cache folder of the tests' own."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": cache, "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.fixture(scope="session")
+def command(environment: dict[str, str]) -> Callable[..., subprocess.Popen]:
+    """Returns a function that starts a command in a process of its own.
+
+    `command(module, *flags, slow=(seconds, first))`: training batches from `first` on take as many seconds each.
+    """
+
+    def start(module: str, *flags: str, slow: tuple[float, int] | None = None) -> subprocess.Popen:
+        head: Sequence[str] = ("-m", module) if slow is None else ("-c", SLOW, module, *map(str, slow))
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [sys.executable, *head, *flags], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def train_flags() -> Callable[..., list[str]]:
+    """Returns `train_flags(workdir, *flags)`: those of a training command on the tiny config."""
+    return lambda workdir, *flags: [
+        "--config=dlrm_synthetic", f"--workdir={workdir}", *(f"--set={a}" for a in TINY), *flags
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def straight(command: Callable, train_flags: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workdir of the tiny run, never interrupted, in a process of its own."""
+    workdir = tmp_path_factory.mktemp("straight") / "run"
+    process = command("jaxrec.train", *train_flags(workdir))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return workdir

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -38,9 +39,12 @@ def from_dict(config: C, values: Mapping[str, Any]) -> C:
     """Returns `config` with its fields taken from JSON values, as `Config.as_dict` wrote them.
 
     Raises:
-      UserError: A field is missing or unknown: another version of jaxrec wrote them.
+      UserError: A field is missing, unknown or of another type: another version of jaxrec wrote them.
     """
     fields = {f.name for f in dataclasses.fields(config)}  # pyright: ignore[reportArgumentType]
+    wanted = typing.get_type_hints(type(config))
+    if not isinstance(values, Mapping):
+        raise UserError(f"config.json has {values!r} where the fields of {type(config).__name__} must be")
     if fields != set(values):
         raise UserError(
             f"config.json has the fields {sorted(values)} where {type(config).__name__} has {sorted(fields)}: "
@@ -53,6 +57,8 @@ def from_dict(config: C, values: Mapping[str, Any]) -> C:
             value = from_dict(current, value)
         elif isinstance(value, list):
             value = tuple(value)
+        if not dataclasses.is_dataclass(current) and not _fits(value, wanted[name]):
+            raise UserError(f"config.json has {name} = {value!r}, but it must be of type {_type_name(wanted[name])}")
         changes[name] = value
     return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]
 
@@ -60,8 +66,9 @@ def from_dict(config: C, values: Mapping[str, Any]) -> C:
 def _assign(node: Any, parts: list[str], value: str, path: str) -> Any:
     fields = [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
     if parts[0] not in fields:
-        where = path.rsplit(".", len(parts))[0] if "." in path else ""
-        raise UserError(f"--set {path}: {where + ' has ' if where and where != path else ''}no field {parts[0]!r}; there are: {', '.join(fields) or 'none'}")
+        where = ".".join(path.split(".")[: -len(parts)])
+        there = f"{where} has no field {parts[0]!r}" if where else f"there is no field {parts[0]!r}"
+        raise UserError(f"--set {path}: {there}; there are: {', '.join(fields) or 'none'}")
     current = getattr(node, parts[0])
     if len(parts) > 1:
         return dataclasses.replace(node, **{parts[0]: _assign(current, parts[1:], value, path)})
@@ -84,7 +91,9 @@ def _parse(text: str, wanted: Any, path: str) -> Any:
         return text.lower() == "true"
     if wanted in (int, float):
         try:
-            return wanted(text.replace("_", ""))
+            number = wanted(text.replace("_", ""))
+            if math.isfinite(number):
+                return number
         except ValueError:
             pass
     if typing.get_origin(wanted) is not None and typing.get_args(wanted):
@@ -93,5 +102,20 @@ def _parse(text: str, wanted: Any, path: str) -> Any:
                 return _parse(text, choice, path)
             except UserError:
                 continue
-    name = getattr(wanted, "__name__", str(wanted))
-    raise UserError(f"--set {path} is {text!r}, but must be of type {name if wanted is not bool else 'true or false'}")
+    raise UserError(f"--set {path} is {text!r}, but must be of type {_type_name(wanted)}")
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if typing.get_origin(wanted) is tuple:
+        return isinstance(value, tuple) and all(_fits(v, typing.get_args(wanted)[0]) for v in value)
+    if typing.get_origin(wanted) is not None:
+        return any(_fits(value, choice) for choice in typing.get_args(wanted))
+    if wanted is float and isinstance(value, int):
+        return not isinstance(value, bool)
+    return isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+
+
+def _type_name(wanted: Any) -> str:
+    if wanted is bool:
+        return "bool (true or false)"
+    return str(wanted) if typing.get_origin(wanted) is not None else wanted.__name__

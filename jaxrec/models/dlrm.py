@@ -16,7 +16,7 @@ from flax import nnx
 from jaxrec.checks import one_of, require
 from jaxrec.data.schema import Schema
 from jaxrec.models.interactions import CrossNetwork, dot_interaction
-from jaxrec.models.layers import MLP, DropoutSource
+from jaxrec.models.layers import MLP, DropoutSource, dropout
 from jaxrec.precision import Policy
 
 INTERACTIONS = ("dot", "cross")
@@ -33,6 +33,8 @@ class DLRMConfig:
       cross_rank: With `cross`.
       top_mlp: Hidden widths; one logit a task follows.
       dropout: Rate after each hidden layer of the top MLP.
+      feature_dropout: Rate on the values that enter the interaction (embeddings and the bottom MLP's output); it keeps
+        a small data set's embeddings from being memorised.
     """
 
     bottom_mlp: tuple[int, ...] = (64, 16)
@@ -41,10 +43,13 @@ class DLRMConfig:
     cross_rank: int = 32
     top_mlp: tuple[int, ...] = (256, 128)
     dropout: float = 0.0
+    feature_dropout: float = 0.0
 
     def __post_init__(self):
         one_of("model.interaction", self.interaction, INTERACTIONS)
-        require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}, but must be at least 0 and below 1")
+        for field in ("dropout", "feature_dropout"):
+            rate = getattr(self, field)
+            require(0 <= rate < 1, f"model.{field} is {rate}, but must be at least 0 and below 1")
         for field in ("bottom_mlp", "top_mlp"):
             require(min(getattr(self, field), default=1) >= 1, f"model.{field} holds a width below 1")
         require(len(self.bottom_mlp) >= 1, "model.bottom_mlp is empty, but needs at least one width")
@@ -67,19 +72,21 @@ class DLRM(nnx.Module):
         self.features = tuple(f.name for f in schema.features)
         self.policy = policy
         self.interaction = config.interaction
-        self.bottom_mlp = MLP(
-            len(schema.dense), config.bottom_mlp, policy, rngs, activate_last=True, name="bottom_mlp"
-        )
-        bottom = config.bottom_mlp[-1]
-        count = len(self.features)
+        self.feature_dropout = config.feature_dropout
+        # Without dense columns there is no bottom MLP, and the features are the embeddings alone.
+        self.bottom_mlp = None
+        widths = [dim] * len(self.features)
+        if schema.dense:
+            self.bottom_mlp = MLP(len(schema.dense), config.bottom_mlp, policy, rngs, activate_last=True, name="bottom_mlp")
+            widths.insert(0, config.bottom_mlp[-1])
         if config.interaction == "dot":
             require(
-                bottom == dim,
-                f"model.bottom_mlp ends with {bottom}, but the dot interaction needs embedding.dim, which is {dim}",
+                widths[0] == dim,
+                f"model.bottom_mlp ends with {widths[0]}, but the dot interaction needs embedding.dim, which is {dim}",
             )
-            width = bottom + count * (count + 1) // 2
+            width = (widths[0] if schema.dense else 0) + len(widths) * (len(widths) - 1) // 2
         else:
-            width = bottom + count * dim
+            width = sum(widths)
             self.cross = CrossNetwork(width, config.cross_layers, config.cross_rank, policy, rngs)
         self.top_mlp = MLP(
             width,
@@ -101,14 +108,17 @@ class DLRM(nnx.Module):
           activations: Feature -> float32 [B, D].
           source: What dropout draws from; None at evaluation.
         """
-        with jax.named_scope("bottom_mlp"):
-            bottom_BD = self.bottom_mlp(dense, source)
+        features = [activations[name] for name in self.features]
+        if self.bottom_mlp is not None:
+            with jax.named_scope("bottom_mlp"):
+                features.insert(0, self.bottom_mlp(dense, source))
         with jax.named_scope("interaction"):
-            embedded = [activations[name] for name in self.features]
+            x = dropout(jnp.concatenate(features, axis=1), self.feature_dropout, source, "features")
             if self.interaction == "dot":
-                pairs = dot_interaction(jnp.stack([bottom_BD, *embedded], axis=1), self.policy)
-                x = jnp.concatenate([bottom_BD, pairs], axis=1)
+                stacked_BFD = x.reshape(x.shape[0], len(features), -1)
+                first = [stacked_BFD[:, 0]] if self.bottom_mlp is not None else []
+                x = jnp.concatenate([*first, dot_interaction(stacked_BFD, self.policy)], axis=1)
             else:
-                x = self.cross(jnp.concatenate([bottom_BD, *embedded], axis=1))
+                x = self.cross(x)
         with jax.named_scope("top_mlp"):
             return self.top_mlp(x, source)

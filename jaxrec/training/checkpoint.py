@@ -19,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxrec.checks import UserError, require
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.tables import Table
+from jaxrec.training.config import describe, differences
 from jaxrec.training.setup import replicate
 from jaxrec.training.state import TrainState
 from jaxrec.training.step import Program
@@ -36,7 +37,7 @@ class Progress:
       best_step: The step of the best validation NE, or -1.
       best_ne: That NE.
       worse: Evaluations since then.
-      stopped_early: Patience ran out.
+      window: The sums of the steps since the last metric line: `state.Window`.
     """
 
     batches: int = 0
@@ -44,7 +45,11 @@ class Progress:
     best_step: int = -1
     best_ne: float = math.inf
     worse: int = 0
-    stopped_early: bool = False
+    window: tuple[float, ...] = ()
+
+    def out_of_patience(self, patience: int) -> bool:
+        """Whether the run stops early where `--patience` is `patience`."""
+        return 0 < patience <= self.worse
 
 
 @dataclasses.dataclass
@@ -63,10 +68,22 @@ class _KeepLastAndBest:
 class Checkpoints:
     """The checkpoints of a workdir. Saving copies to the host, then writes in the background, atomically."""
 
-    def __init__(self, workdir: str, keep_last: int):
+    def __init__(self, workdir: str, keep_last: int, *, for_training: bool = True):
+        """Opens the folder; `for_training` removes what an interrupted save has left, which may be a running one's.
+
+        Raises:
+          UserError: It cannot be opened.
+        """
         self._folder = Path(workdir).absolute() / FOLDER
         self._policy = _KeepLastAndBest(keep_last)
-        self._orbax = ocp.training.Checkpointer(self._folder, preservation_policy=self._policy, cleanup_tmp_directories=True)
+        try:
+            self._orbax = ocp.training.Checkpointer(
+                self._folder, preservation_policy=self._policy, cleanup_tmp_directories=for_training
+            )
+        except OSError as e:
+            raise UserError(
+                f"{self._folder} cannot be used ({e.strerror or e}), but must be a folder that can be written"
+            ) from e
         self._saving: Any = None
 
     @property
@@ -74,7 +91,7 @@ class Checkpoints:
         return sorted(c.step for c in self._orbax.checkpoints)
 
     def save(self, program: Program, state: TrainState, progress: Progress, identity: dict[str, Any]) -> int:
-        """Starts saving; returns the step. A step that is saved already is replaced."""
+        """Starts saving; returns the step. A step that is saved already is deleted before it is written anew."""
         self.wait()
         arrays = to_arrays(program, state)
         step = int(arrays["step"])
@@ -100,14 +117,25 @@ class Checkpoints:
             except OSError as e:
                 raise UserError(f"the checkpoint could not be written to {self._folder}: {e.strerror or e}") from e
 
-    def progress(self, step: int) -> Progress:
-        """Returns the progress stored with a checkpoint."""
+    def progress(self, step: int, identity: dict[str, Any]) -> Progress:
+        """Returns the progress stored with a checkpoint.
+
+        Raises:
+          UserError: It cannot be read, or a run of another identity wrote it.
+        """
         try:
-            stored = dict(self._orbax.metadata(step).custom_metadata["progress"])  # pyright: ignore[reportOptionalSubscript, reportArgumentType, reportCallIssue]
+            metadata: Any = self._orbax.metadata(step).custom_metadata
+            stored, theirs = dict(metadata["progress"]), dict(metadata["identity"])
             stored["best_ne"] = math.inf if stored["best_ne"] is None else stored["best_ne"]
-            return Progress(**stored)
+            progress = Progress(**{**stored, "window": tuple(stored["window"])})
         except Exception as e:
-            raise UserError(f"checkpoint {self._folder}/{step} cannot be read ({_first_line(e)}); delete that folder to use an earlier one") from e
+            raise self._unreadable(step, e) from e
+        changed = differences(identity, theirs)
+        require(
+            not changed,
+            f"checkpoint {self._folder}/{step} is of another run ({describe(changed)}); delete it, or use that config",
+        )
+        return progress
 
     def restore(self, program: Program, state: TrainState, step: int) -> TrainState:
         """Returns the state of a checkpoint, laid out for `program`.
@@ -123,17 +151,18 @@ class Checkpoints:
         try:
             arrays = self._orbax.load(step)
         except Exception as e:
-            raise UserError(f"checkpoint {self._folder}/{step} cannot be read ({_first_line(e)}); delete that folder to use an earlier one") from e
+            raise self._unreadable(step, e) from e
         return from_arrays(program, state, arrays, f"checkpoint {self._folder}/{step}")
-
-    def delete_after(self, step: int) -> None:
-        """Deletes checkpoints past `step`, which a run that continues from there will write anew."""
-        for later in [s for s in self.steps if s > step]:
-            self._orbax.delete(later)
 
     def close(self) -> None:
         self.wait()
         self._orbax.close()
+
+    def _unreadable(self, step: int, error: Exception) -> UserError:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        return UserError(
+            f"checkpoint {self._folder}/{step} cannot be read ({first}); delete that folder to use an earlier one"
+        )
 
 
 def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
@@ -200,7 +229,3 @@ def _leaves(tree: Any) -> list[tuple[Any, Any]]:
 def _key(path: Any) -> str:
     parts = (str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
     return "/".join(p for p in parts if p != "value")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

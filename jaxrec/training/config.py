@@ -50,7 +50,9 @@ class TrainingConfig:
             ("keep_last", 1), ("patience", 0), ("eval_batch_size", 0), ("auc_row_budget", 1),
         ):  # fmt: skip
             value = getattr(self, field)
-            require(value >= least, f"--{field} is {value}, but must be at least {least}")
+            what = f"training.{field}" if field in ("eval_batch_size", "auc_row_budget") else f"--{field}"
+            require(value >= least, f"{what} is {value}, but must be at least {least}")
+        require(self.seed < 2**31, f"--seed is {self.seed}, but must be below 2^31")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +100,8 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") 
         elif a != b:
             out.append(f"{prefix}{key} {json.dumps(b)} -> {json.dumps(a)}")
     return out
+
+
+def describe(changed: list[str]) -> str:
+    """Returns the first few of `differences` for a message."""
+    return "; ".join([*changed[:4], "..."] if len(changed) > 4 else changed)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from jaxrec import environment
+from jaxrec.checks import require
 from jaxrec.data.device import DevicePrefetch
 from jaxrec.data.pipeline import Batches, stream
 from jaxrec.startup import CompileCounter, PhaseClock
@@ -28,7 +31,7 @@ from jaxrec.training.config import Config
 from jaxrec.training.evaluation import Evaluator
 from jaxrec.training.metrics import window_metrics
 from jaxrec.training.signals import StopRequest
-from jaxrec.training.state import TrainState
+from jaxrec.training.state import TrainState, Window
 from jaxrec.training.step import Program, checked_tensors, shard_train_step
 from jaxrec.training.writers import MetricWriter
 
@@ -95,7 +98,6 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
     used = workdir.claim(options.workdir, config, options.resume)
     with contextlib.ExitStack() as stack:
         stack.callback(compiles.close)
-        stop = stack.enter_context(StopRequest())
         with clock.phase("data"):
             dataset = config.data.open(options.data_dir)
             batches = Batches(dataset, "train", config.training.batch_size, seed=config.training.seed)
@@ -109,24 +111,41 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             checkpoints = Checkpoints(options.workdir, config.training.keep_last)
             stack.callback(checkpoints.close)
             progress = Progress()
-            if used and checkpoints.steps:
+            require(
+                bool(checkpoints.steps) or options.resume != "must",
+                f"--resume=must, but --workdir={options.workdir} holds no checkpoint; --resume=auto starts from step 0",
+            )
+            if checkpoints.steps:
                 restored = checkpoints.steps[-1]
-                progress = checkpoints.progress(restored)
+                progress = checkpoints.progress(restored, config.identity())
                 state = checkpoints.restore(program, state, restored)
+                over = restored >= config.training.steps or progress.out_of_patience(config.training.patience)
+                summary = workdir.finished(options.workdir, restored) if over else None
+                if summary is not None:
+                    say(f"finished    at step {restored}: nothing is left to do")
+                    return summary, 0
                 say(f"resumed     from step {restored}")
+                if progress.best_step not in (-1, *checkpoints.steps):
+                    say(f"checkpoint  {progress.best_step}, the best so far, is gone; the best is chosen among later ones")
+                    evaluated = min(progress.evaluated_step, restored - 1)
+                    progress = Progress(restored, evaluated, window=progress.window)
+                if progress.window:
+                    window = setup.replicate(program, Window(*map(np.float32, progress.window)))
         with clock.phase("compile"):
             shapes = setup.batch_shapes(dataset, config.training.batch_size, program)
             step_program = shard_train_step(program).lower(state, window, shapes).compile()
             evaluator = Evaluator(config, dataset, program, state)
+        workdir.record(options.workdir, config)
+        stop = stack.enter_context(StopRequest())
         start = int(state.step)
-        writer = MetricWriter(options.workdir, start if used else -1)
+        writer = MetricWriter(options.workdir, start if used else -1, progress.evaluated_step)
         stack.callback(writer.close)
         run = _Run(config, options, program, step_program, evaluator, checkpoints, writer, batches, stop, clock, say)
         state, progress, statistics = run.loop(state, window, progress, start, compiles)
-        if stop.signal:
+        summary = None if stop.signal else _summary(config, dataset, progress, run, state, statistics, clock)
+        if summary is None:
             say(f"stopped     by signal {stop.signal} after step {progress.batches}; the same command continues from there")
             return statistics, stop.exit_status
-        summary = _summary(config, dataset, progress, run, state, statistics, clock)
         workdir.write_json(Path(options.workdir) / workdir.SUMMARY_FILE, summary)
         return summary, 0
 
@@ -152,28 +171,36 @@ class _Run:
     ) -> tuple[TrainState, Progress, dict[str, Any]]:
         """Runs steps `start` to the last; returns the last state, its progress and what was measured."""
         config, stop = self.config.training, self.stop
-        shares, tracer = Shares(), StepTracer(self.options.workdir, self.options.profile_steps)
+        shares = Shares()
         in_flight: collections.deque[jax.Array] = collections.deque()
         truncated, compiled_before, logged = 0, 0, (start, time.perf_counter(), 0.0)
         saved = start if start else -1
         begin = time.perf_counter()
         source = stream(self.batches, start, max(config.steps, start))
         with (
+            StepTracer(self.options.workdir, self.options.profile_steps) as tracer,
             DevicePrefetch(source, setup.put_batch(self.program)) as ahead,
             tqdm(total=config.steps, initial=start, disable=self.options.quiet, unit="step", dynamic_ncols=True, file=sys.stderr) as bar,
         ):
             step = start
             while True:
                 last = step >= config.steps
-                improved = False
-                if not stop.signal and step > progress.evaluated_step and (last or _due(step, config.eval_every)):
+                evaluated, best = progress.evaluated_step, progress.best_step
+                if not stop.signal and step > evaluated and (last or _due(step, config.eval_every)):
                     with shares.doing("evaluation"):
-                        improved = self._evaluate(state, progress, step)
-                finished = last or progress.stopped_early or bool(stop.signal)
-                if step != saved and (finished or improved or _due(step, config.checkpoint_every)):
+                        self._raise_unless_finite(state, window, progress)
+                        self._evaluate(state, progress, step)
+                over = last or progress.out_of_patience(config.patience)
+                finished = over or bool(stop.signal)
+                if step == saved:
+                    # Saved by a process that was stopped before it evaluated. The last checkpoint must know the best.
+                    save = over and progress.evaluated_step != evaluated
+                else:
+                    save = finished or progress.best_step != best or _due(step, config.checkpoint_every)
+                if save:
                     with shares.doing("checkpoint"):
-                        progress.batches = step
-                        saved = self.checkpoints.save(self.program, state, progress, self.config.identity())
+                        self._raise_unless_finite(state, window, progress)
+                        saved = self._save(state, window, progress)
                 if finished:
                     break
                 with shares.doing("trace"):
@@ -195,7 +222,8 @@ class _Run:
                 step += 1
                 bar.update()
                 if step % config.log_every == 0 or step == config.steps:
-                    values, window = self._poll(state, window, progress)
+                    self._raise_unless_finite(state, window, progress)
+                    values, window = window_metrics(jax.device_get(window)), setup.new_window(self.program)
                     now, waited = time.perf_counter(), shares.seconds["input"]
                     rate = (step - logged[0]) * config.batch_size / (now - logged[1])
                     values |= {"samples_per_second": rate, "input_share": (waited - logged[2]) / (now - logged[1])}
@@ -204,8 +232,12 @@ class _Run:
                         f"loss {values['loss']:.4f} NE {values['ne']:.4f} {rate:,.0f} samples/s input {values['input_share']:.0%}"
                     )
                     logged = (step, now, waited)
-            tracer.stop(state)
-        self._poll(state, window, progress)
+            with shares.doing("trace"):
+                if traced := tracer.stop(state):
+                    self.say(f"trace       {traced}")
+            if tracer.missed:
+                first, end = tracer.missed
+                self.say(f"trace       none: steps {start} to {step - 1} were run, and --profile_steps is {first}:{end}")
         with shares.doing("checkpoint"):
             self.checkpoints.wait()
         seconds = time.perf_counter() - begin
@@ -223,53 +255,64 @@ class _Run:
             "rows_dropped_per_epoch": self.batches.rows_dropped_per_epoch,
         }  # fmt: skip
 
-    def _evaluate(self, state: TrainState, progress: Progress, step: int) -> bool:
-        """Evaluates on validation and updates `progress`; returns whether the state is the best so far."""
+    def _evaluate(self, state: TrainState, progress: Progress, step: int) -> None:
+        """Evaluates on validation and updates `progress`, unless a stop is asked for meanwhile."""
         values = self.evaluator.run(state, "validation", self.stop)
         if values is None:
-            return False
+            return
         self.writer.write(step, "validation", values)
         ne = values[self.evaluator.criterion]
+        ne = math.inf if math.isnan(ne) else ne  # Undefined where the split has one class.
         progress.evaluated_step = step
-        improved = ne < progress.best_ne or progress.best_step < 0
-        if improved:
+        if ne < progress.best_ne or progress.best_step < 0:
             progress.best_step, progress.best_ne, progress.worse = step, ne, 0
         else:
             progress.worse += 1
-            patience = self.config.training.patience
-            progress.stopped_early = bool(patience) and progress.worse >= patience
-        return improved
 
-    def _poll(self, state: TrainState, window: Any, progress: Progress) -> tuple[dict[str, float], Any]:
-        """Reads the window's sums; the only place, with evaluation and saving, where the host waits for the device."""
-        sums, failed_step, failed_tensor = jax.device_get((window, state.failed_step, state.failed_tensor))
+    def _save(self, state: TrainState, window: Window, progress: Progress) -> int:
+        progress.batches = int(state.step)
+        progress.window = tuple(float(x) for x in jax.device_get(window))
+        return self.checkpoints.save(self.program, state, progress, self.config.identity())
+
+    def _raise_unless_finite(self, state: TrainState, window: Window, progress: Progress) -> None:
+        """Waits for the device; raises StepNotFinite, once the state is saved, where a step has failed."""
+        failed_step, failed_tensor = jax.device_get((state.failed_step, state.failed_tensor))
         if failed_step >= 0:
-            progress.batches = int(state.step)
-            self.checkpoints.save(self.program, state, progress, self.config.identity())
             self.checkpoints.wait()
+            if int(state.step) not in self.checkpoints.steps:
+                self._save(state, window, progress)
+                self.checkpoints.wait()
             tensor = checked_tensors(self.program, state)[int(failed_tensor)]
             raise StepNotFinite(
                 f"step {int(failed_step)}: {tensor} is not finite; the state before that step is saved, and no later "
                 "step changed it; look at that batch, lower the learning rates, or start anew in another --workdir"
             )
-        return window_metrics(sums), setup.new_window(self.program)
-
 
 def _due(step: int, every: int) -> bool:
     return step > 0 and every > 0 and step % every == 0
 
 
-def _summary(config: Config, dataset: Any, progress: Progress, run: _Run, state: TrainState, statistics: dict[str, Any], clock: PhaseClock) -> dict[str, Any]:
-    """Evaluates the best checkpoint and returns everything that `summary.json` holds."""
+def _summary(
+    config: Config,
+    dataset: Any,
+    progress: Progress,
+    run: _Run,
+    state: TrainState,
+    statistics: dict[str, Any],
+    clock: PhaseClock,
+) -> dict[str, Any] | None:
+    """Evaluates the best checkpoint and returns what `summary.json` holds; None where a stop is asked for meanwhile."""
     if progress.best_step != statistics["steps"]:
         state = run.checkpoints.restore(run.program, state, progress.best_step)
     splits = [s for s in ("validation", "test") if s in dataset.splits]
-    metrics = {s: run.evaluator.run(state, s) for s in splits}
+    metrics = {s: run.evaluator.run(state, s, run.stop) for s in splits}
+    if None in metrics.values():
+        return None
     memory = run.step_program.memory_analysis()
     summary = {
         "config": config.name,
         "best_step": progress.best_step,
-        "stopped_early": progress.stopped_early,
+        "stopped_early": statistics["steps"] < config.training.steps,
         "metrics": metrics,
         **statistics,
         "startup_seconds": clock.seconds,

@@ -115,7 +115,7 @@ def train_step(
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         proposals = tables_lib.propose(plan, state.tables, routes, d_activations, lengths, rate, sizes)
     with jax.named_scope("finite_check"):
-        bad = jnp.stack(list(_not_finite(sums.loss, d_dense, d_activations, dense, proposals).values()))
+        bad = jnp.stack(list(_not_finite(sums.loss, d_dense, d_activations, dense, optimizer, proposals).values()))
         bad = jax.lax.pmax(bad, AXES) if mesh.size > 1 else bad
         failed_before = state.failed_step >= 0
         ok = ~failed_before & ~jnp.any(bad)
@@ -144,7 +144,9 @@ def _dropout_source(program: Program, step: jax.Array, rows: int) -> DropoutSour
     return DropoutSource(program.seed, step, first + jnp.arange(rows, dtype=jnp.int32))
 
 
-def _not_finite(loss: Any, d_dense: Any, d_activations: Any, dense: Any, proposals: Any) -> dict[str, jax.Array]:
+def _not_finite(
+    loss: Any, d_dense: Any, d_activations: Any, dense: Any, optimizer: Any, proposals: Any
+) -> dict[str, jax.Array]:
     """Returns a bool per checked tensor, in the order in which a fault would appear."""
 
     def bad(x: jax.Array) -> jax.Array:
@@ -154,6 +156,8 @@ def _not_finite(loss: Any, d_dense: Any, d_activations: Any, dense: Any, proposa
     named |= {f"gradient of embedding feature {k}": bad(g) for k, g in d_activations.items()}
     named |= {f"gradient of {_path(p)}": bad(g) for p, g in jax.tree_util.tree_leaves_with_path(d_dense)}
     named |= {f"updated {_path(p)}": bad(w) for p, w in jax.tree_util.tree_leaves_with_path(dense)}
+    # The square of a finite gradient may overflow, and g / (sqrt(inf) + eps) = 0 would hide it.
+    named |= {f"optimizer state {_path(p)}": bad(s) for p, s in jax.tree_util.tree_leaves_with_path(optimizer)}
     for name, p in proposals.items():
         named[f"update of embedding {name}"] = bad(p.delta) | jnp.any(jnp.stack([bad(s) for s in p.slots.values()] or [jnp.array(False)]))
     return named
@@ -175,7 +179,7 @@ def checked_tensors(program: Program, state: TrainState) -> list[str]:
     # Collected inside: a dict that leaves eval_shape has its keys sorted.
     jax.eval_shape(
         lambda *args: names.extend(_not_finite(*args)),
-        scalar, state.dense, dict.fromkeys(features, scalar), state.dense, proposals,
+        scalar, state.dense, dict.fromkeys(features, scalar), state.dense, state.optimizer, proposals,
     )
     return names
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrec.checks import UserError, one_of, require
-from jaxrec.training.config import Config, differences
+from jaxrec.training.checkpoint import FOLDER
+from jaxrec.training.config import Config, describe, differences
 
 RESUME = ("auto", "must", "never")
 CONFIG_FILE = "config.json"
@@ -16,7 +17,7 @@ SUMMARY_FILE = "summary.json"
 
 
 def claim(workdir: str, config: Config, resume: str) -> bool:
-    """Makes the folder, or checks that this config may continue in it, and writes `config.json`.
+    """Makes the folder, or checks that this config may continue in it; `record` then makes it this run's.
 
     Args:
       workdir: The folder.
@@ -33,13 +34,14 @@ def claim(workdir: str, config: Config, resume: str) -> bool:
     require(bool(workdir), "--workdir is empty, but must be the folder of the run")
     folder = Path(workdir)
     require(folder.is_dir() or not folder.exists(), f"--workdir is {workdir!r}, which is a file, but must be a folder")
-    used = (folder / CONFIG_FILE).exists()
+    recorded = (folder / CONFIG_FILE).exists()
+    used = recorded or any((folder / FOLDER).glob("[0-9]*"))
     require(used or resume != "must", f"--resume=must, but --workdir={workdir} holds no run; --resume=auto starts one")
     require(
         not used or resume != "never",
         f"--resume=never, but --workdir={workdir} holds a run already; name another folder, or --resume=auto",
     )
-    if used:
+    if recorded:
         old = read_json(folder / CONFIG_FILE)
         require(
             isinstance(old.get("identity"), dict),
@@ -48,15 +50,35 @@ def claim(workdir: str, config: Config, resume: str) -> bool:
         changed = differences(config.identity(), old["identity"])
         require(
             not changed,
-            f"--workdir={workdir} holds a run of another config ({'; '.join(changed[:4])}"
-            f"{'; ...' if len(changed) > 4 else ''}); name another folder, or use that config",
+            f"--workdir={workdir} holds a run of another config ({describe(changed)}); "
+            "name another folder, or use that config",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / CONFIG_FILE, {"identity": config.identity(), "config": config.as_dict()})
     except OSError as e:
-        raise UserError(f"--workdir is {workdir!r}, which cannot be written: {e.strerror}") from e
+        raise _cannot_write(workdir, e.strerror) from e
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _cannot_write(workdir, "permission denied")
     return used
+
+
+def record(workdir: str, config: Config) -> None:
+    """Writes `config.json`. Done when the run is known to work: a wrong flag must not take the folder.
+
+    Raises:
+      UserError: It cannot be written.
+    """
+    try:
+        write_json(Path(workdir) / CONFIG_FILE, {"identity": config.identity(), "config": config.as_dict()})
+    except OSError as e:
+        raise _cannot_write(workdir, e.strerror) from e
+
+
+def finished(workdir: str, step: int) -> dict[str, Any] | None:
+    """Returns the summary of a run that ended at `step`, or None where none was written."""
+    path = Path(workdir) / SUMMARY_FILE
+    summary = read_json(path) if path.exists() else {}
+    return summary if summary.get("steps") == step else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -80,3 +102,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(temporary, path)
+
+
+def _cannot_write(workdir: str, why: str | None) -> UserError:
+    return UserError(f"--workdir is {workdir!r}, which cannot be written ({why}), but must be a folder that can be")

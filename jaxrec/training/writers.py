@@ -16,14 +16,14 @@ METRICS_FILE = "metrics.jsonl"
 class MetricWriter:
     """Appends metrics to both files of a workdir.
 
-    On a resumed run, lines past the restored step are cut from `metrics.jsonl`, and TensorBoard is told to ignore its
-    events past that step.
+    On a resumed run, lines past the restored step are cut from `metrics.jsonl`, and evaluations that the checkpoint does
+    not know of: they come again. TensorBoard is told to ignore its events past that step.
     """
 
-    def __init__(self, workdir: str, restored_step: int):
+    def __init__(self, workdir: str, restored_step: int, evaluated_step: int):
         path = Path(workdir) / METRICS_FILE
         if path.exists():
-            _cut(path, restored_step)
+            _cut(path, {"train": restored_step, "validation": evaluated_step})
         self._lines = path.open("a")
         self._events = SummaryWriter(workdir, purge_step=restored_step + 1, max_queue=1000, flush_secs=10)
 
@@ -40,13 +40,14 @@ class MetricWriter:
         self._events.close()
 
 
-def _cut(path: Path, last_step: int) -> None:
+def _cut(path: Path, last_step: Mapping[str, int]) -> None:
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= last_step:
+            values = json.loads(line)
+            if values["step"] <= last_step[values["kind"]]:
                 kept.append(line + "\n")
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             continue  # The half line of a killed run.
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))

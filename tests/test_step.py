@@ -1,0 +1,351 @@
+"""The whole step: on 8 devices against 1, against a plain program with dense table gradients, and when it fails."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxrec.data.schema import Batch, Dataset, FeatureSpec, Schema
+from jaxrec.embeddings.spec import EmbeddingConfig
+from jaxrec.mesh import MeshConfig
+from jaxrec.models.dlrm import DLRMConfig
+from jaxrec.optim.dense import DenseOptimizerConfig
+from jaxrec.optim.schedule import ScheduleConfig
+from jaxrec.optim.sparse import SparseOptimizerConfig
+from jaxrec.training import setup
+from jaxrec.training.config import Config, TrainingConfig
+from jaxrec.training.step import checked_tensors, shard_predict_step, shard_train_step
+
+B, STEPS = 32, 20
+SCHEMA = Schema(
+    (
+        FeatureSpec("watched", "categorical", "items"),
+        FeatureSpec("history", "bag", "items", "mean", 4),
+        FeatureSpec("tags", "bag", "tags", "sum", 3),
+    ),
+    {"items": 50, "tags": 11},
+    ("a", "b", "c"),
+    ("click", "like"),
+)
+DATASET = Dataset("test", SCHEMA, {})
+BASE = Config(
+    name="test",
+    data=None,  # pyright: ignore[reportArgumentType]
+    model=DLRMConfig(bottom_mlp=(8, 4), top_mlp=(8,), dropout=0.25),
+    embedding=EmbeddingConfig(dim=4, init_scale=0.1, optimizer=SparseOptimizerConfig(learning_rate=0.05)),
+    optimizer=DenseOptimizerConfig("adam", learning_rate=1e-2),
+    schedule=ScheduleConfig("linear", warmup_steps=3, decay_steps=30, end_factor=0.1),
+    training=TrainingConfig(batch_size=B, seed=5),
+)
+MESHES = ((8, 1), (1, 8), (2, 4))
+
+over_meshes = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}model{m[1]}")
+over_strategies = pytest.mark.parametrize("sharding", ["replicated", "row"])
+
+
+def on(config: Config, sharding: str, mesh: tuple[int, int]) -> Config:
+    embedding = dataclasses.replace(config.embedding, sharding=sharding)
+    return dataclasses.replace(config, embedding=embedding, mesh=MeshConfig(*mesh))
+
+
+@functools.cache
+def build(config: Config):
+    """Returns (program, first state and window on the host, their shardings, jitted step), each made once."""
+    program, dense = setup.build_program(config, DATASET)
+    first = (setup.initial_state(program, dense), setup.new_window(program))
+    shardings = jax.tree.map(lambda x: x.sharding, first)
+    return program, jax.device_get(first), shardings, shard_train_step(program)
+
+
+def start(config: Config):
+    """Returns the program, a state and window of its own buffers, and the step."""
+    program, first, shardings, step = build(config)
+    state, window = jax.device_put(first, shardings, may_alias=False)
+    return program, state, window, step
+
+
+@functools.cache
+def batch(k: int) -> Batch:
+    """A batch with empty bags, repeated ids and rows of other weights; its last rows are padding."""
+    rng = np.random.default_rng([7, k])
+    lengths = np.stack([rng.integers(0, f.max_length + 1, B) for f in SCHEMA.bags], axis=1).astype(np.int32)
+    ids = np.concatenate(
+        [
+            np.minimum(rng.geometric(0.2, (B, f.max_length)) - 1, SCHEMA.vocabulary[f.table] - 1)
+            for f in SCHEMA.features
+        ],
+        axis=1,
+    ).astype(np.int32)
+    weight = rng.choice([1.0, 0.5, 2.0], B).astype(np.float32)
+    weight[-3:] = 0
+    dense = rng.normal(size=(B, len(SCHEMA.dense))).astype(np.float32)
+    labels = (rng.random((B, 2)) < 0.4).astype(np.float32)
+    return Batch(ids, lengths, dense, labels, weight)
+
+
+def host(program, state):
+    """The state's floats by name: dense parameters, tables and optimizer rows, whatever the mesh."""
+    out = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state.dense)}
+    for g in program.plan.groups:
+        table = state.tables[g.name]
+        for part, array in {"weights": table.weights, **table.slots}.items():
+            out |= {f"{name} {part}": value for name, value in g.to_logical(np.asarray(array)).items()}
+    return out
+
+
+def train(config: Config, steps: int):
+    """Returns the losses (mean over the batch, by step) and the final state on the host."""
+    program, state, window, step = start(config)
+    losses, empty = [], jax.device_get(window)
+    for k in range(steps):
+        window = jax.device_put(empty, jax.tree.map(lambda x: x.sharding, window), may_alias=False)
+        state, window, done = step(state, window, batch(k))
+        assert int(done) == k + 1
+        losses.append(float(window.loss) / float(window.weight))
+    assert int(state.step) == steps and int(state.failed_step) == -1
+    return np.array(losses), host(program, state)
+
+
+@functools.cache
+def one_device():
+    return train(on(BASE, "replicated", (1, 1)), STEPS)
+
+
+@over_strategies
+@over_meshes
+def test_eight_devices_equal_one(sharding, mesh):
+    losses, state = train(on(BASE, sharding, mesh), STEPS)
+    expected_losses, expected = one_device()
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6, atol=0)
+    assert len(np.unique(losses)) == STEPS
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        # Adam divides by the root of its mean square, which enlarges rounding where a gradient is near 0.
+        np.testing.assert_allclose(state[name], value, rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+# The plain reference: one device, tables as ordinary arrays with dense gradients, no plan, no routes, no shard_map.
+
+
+def plain_activations(tables, data: Batch):
+    out, start, bag = {}, 0, 0
+    for f in SCHEMA.features:
+        vectors = jnp.take(tables[f.table], data.ids[:, start : start + f.max_length], axis=0)
+        length = jnp.ones(B)
+        if f.kind != "categorical":
+            length = data.lengths[:, bag]
+            bag += 1
+        vectors = vectors * (np.arange(f.max_length) < length[:, None])[..., None]
+        divisor = jnp.maximum(length, 1)[:, None] if f.combiner == "mean" else 1.0
+        out[f.name] = vectors.sum(axis=1) / divisor
+        start += f.max_length
+    return out
+
+
+def plain_adagrad(weights, gradient, accumulator, rate, eps, *, by_row: bool):
+    weights, gradient, accumulator = (np.asarray(x) for x in (weights, gradient, accumulator))
+    accumulator = accumulator + ((gradient**2).mean(axis=1, keepdims=True) if by_row else gradient**2)
+    return weights - np.float32(rate) * gradient / (np.sqrt(accumulator) + np.float32(eps)), accumulator
+
+
+@pytest.mark.parametrize("interaction, optimizer", [("dot", "rowwise_adagrad"), ("cross", "adagrad")])
+@pytest.mark.parametrize("sharding, mesh", [("replicated", (1, 1)), ("row", (2, 4))])
+def test_step_equals_a_plain_program_with_dense_table_gradients(interaction, sharding, mesh, optimizer):
+    rate, eps = 0.05, 2.0**-6
+    config = dataclasses.replace(
+        on(BASE, sharding, mesh),
+        model=dataclasses.replace(BASE.model, dropout=0.0, interaction=interaction),
+        optimizer=DenseOptimizerConfig("adagrad", learning_rate=0.02, eps=eps, initial_accumulator=0.01),
+    )
+    config = dataclasses.replace(
+        config, embedding=dataclasses.replace(config.embedding, optimizer=SparseOptimizerConfig(optimizer, rate, eps))
+    )
+    program, state, window, step = start(config)
+    graphdef = program.graphdef
+    dense = jax.tree.map(np.array, jax.device_get(state.dense))
+    tables = {}
+    for g in program.plan.groups:
+        tables |= g.to_logical(np.array(state.tables[g.name].weights))
+    dense_accumulator = jax.tree.map(lambda p: np.full_like(p, 0.01), dense)
+    by_row = optimizer == "rowwise_adagrad"
+    table_accumulator = {t: np.zeros((v.shape[0], 1) if by_row else v.shape, np.float32) for t, v in tables.items()}
+    total = np.zeros(2)
+
+    def loss_of(dense, tables, data: Batch):
+        z = nnx.merge(graphdef, dense)(data.dense, plain_activations(tables, data), None)
+        p = jax.nn.sigmoid(z)
+        losses = -(data.labels * jnp.log(p) + (1 - data.labels) * jnp.log(1 - p)).sum(axis=1)
+        return (data.weight * losses).sum() / data.weight.sum()
+
+    value_and_grad = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))
+    for k in range(3):
+        loss, (d_dense, d_tables) = value_and_grad(dense, tables, batch(k))
+        now = min(1, (k + 1) / 4)  # The warm-up.
+        pairs = [
+            plain_adagrad(w, g, a, 0.02 * now, eps, by_row=False)
+            for w, g, a in zip(*map(jax.tree.leaves, (dense, d_dense, dense_accumulator)), strict=True)
+        ]
+        dense, dense_accumulator = (jax.tree.unflatten(jax.tree.structure(dense), x) for x in zip(*pairs, strict=True))
+        for t in tables:
+            tables[t], table_accumulator[t] = plain_adagrad(
+                tables[t], d_tables[t], table_accumulator[t], rate * now, eps, by_row=by_row
+            )
+        total += np.array([loss * batch(k).weight.sum(), 2 * batch(k).weight.sum()])
+        state, window, _ = step(state, window, batch(k))
+        # The window adds up over the steps, and its weight counts each task of a row.
+        np.testing.assert_allclose([window.loss, window.weight], total, rtol=1e-5)
+        ours = host(program, state)
+        expected = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(dense)}
+        expected |= {f"{t} weights": v for t, v in tables.items()}
+        expected |= {f"{t} accumulator": v.squeeze(1) if v.shape[1] == 1 else v for t, v in table_accumulator.items()}
+        assert ours.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(ours[name], value, rtol=2e-5, atol=1e-6, err_msg=f"step {k}: {name}")
+
+
+def test_window_sums_count_the_weighted_tasks():
+    program, state, window, step = start(on(BASE, "row", (2, 4)))
+    state, window, _ = step(state, window, batch(0))
+    state, window, _ = step(state, window, batch(1))
+    weight = sum(2 * batch(k).weight.sum() for k in (0, 1))
+    label = sum((batch(k).labels * batch(k).weight[:, None]).sum() for k in (0, 1))
+    np.testing.assert_allclose(window.weight, weight, rtol=1e-6)
+    np.testing.assert_allclose(window.label, label, rtol=1e-6)
+    assert 0 < float(window.prediction) < weight
+
+
+def test_padding_changes_nothing():
+    """What stands in a row of weight 0 has no influence."""
+    config = on(BASE, "row", (2, 4))
+    ends = []
+    for fill in (0, 1):
+        program, state, window, step = start(config)
+        data = Batch(*(a.copy() for a in batch(0)))
+        for a, other in zip(data[:-1], (3, 1, 2.5, 1.0), strict=True):
+            a[-3:] = other if fill else 0
+        state, window, _ = step(state, window, data)
+        ends.append({**host(program, state), "loss": np.asarray(window.loss), "weight": np.asarray(window.weight)})
+    for name, value in ends[0].items():
+        np.testing.assert_array_equal(value, ends[1][name], err_msg=name)
+
+
+def copies(tree):
+    """The bytes of every array on every device."""
+    return [np.asarray(s.data).tobytes() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
+
+
+def without_scratch(state):
+    """What must not change: everything but the failure and the merging scratch, whose values mean nothing."""
+    tables = {k: (t.weights, t.slots) for k, t in state.tables.items()}
+    return state.step, state.dense, state.optimizer, tables
+
+
+def spoil_dense_input(data, state):
+    data.dense[21, 1] = np.nan  # One row: one device of eight.
+    return data, state
+
+
+def spoil_weight(data, state):
+    data.weight[5] = np.inf
+    return data, state
+
+
+def spoil_table(data, state):
+    name, table = next(iter(state.tables.items()))
+    weights = jax.device_put(np.where(np.asarray(table.weights) == 0, 0, np.float32(np.inf)), table.weights.sharding)
+    return data, state._replace(tables={**state.tables, name: table._replace(weights=weights)})
+
+
+def overflow_the_update(data, state):
+    """An accumulator that overflows: loss, gradients and the weights' updates are finite, the optimizer's row is not."""
+    name, table = next(iter(state.tables.items()))
+    old = table.slots["accumulator"]
+    slot = np.full(old.shape, np.inf, np.float32)
+    slot[np.asarray(table.weights == 0).all(axis=1)] = 0  # But not of the sentinels.
+    slot = jax.device_put(slot, old.sharding)
+    return data, state._replace(tables={**state.tables, name: table._replace(slots={"accumulator": slot})})
+
+
+def spoil_parameters(data, state):
+    """A NaN among the dense parameters."""
+    leaves, tree = jax.tree.flatten(state.dense)
+    leaves[-1] = jax.device_put(np.full(leaves[-1].shape, np.nan, np.float32), leaves[-1].sharding)
+    return data, state._replace(dense=jax.tree.unflatten(tree, leaves))
+
+
+def overflow_the_squares(data, state):
+    """Gradients near 1e24: finite, but Adam's mean of their squares is not, and would make every later update 0."""
+    data.labels[:] *= 1e25
+    return data, state
+
+
+FAULTS = {
+    spoil_dense_input: "loss",
+    spoil_weight: "loss",
+    spoil_table: "loss",
+    spoil_parameters: "loss",
+    overflow_the_squares: "optimizer state nu.bottom_mlp.layers.0.bias",
+    overflow_the_update: "update of embedding group0_dim4_rowwise_adagrad_{sharding}",
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("sharding, mesh", [("replicated", (1, 1)), ("replicated", (8, 1)), ("row", (2, 4))])
+def test_a_step_that_is_not_finite_changes_nothing(fault, sharding, mesh):
+    program, state, window, step = start(on(BASE, sharding, mesh))
+    state, window, _ = step(state, window, batch(0))
+    data, state = fault(Batch(*(a.copy() for a in batch(1))), state)
+    before, sums = copies(without_scratch(state)), copies(window)
+    state, window, _ = step(state, window, data)
+    assert copies(without_scratch(state)) == before
+    assert copies(window) == sums
+    assert {int(s.data) for s in state.failed_step.addressable_shards} == {1}
+    assert len({int(s.data) for s in state.failed_tensor.addressable_shards}) == 1
+    tensor = checked_tensors(program, state)[int(state.failed_tensor)]
+    assert tensor == FAULTS[fault].format(sharding=sharding)
+    for k in (2, 3):  # The steps that were queued behind it.
+        state, window, _ = step(state, window, batch(k))
+        assert copies(without_scratch(state)) == before
+        assert copies(window) == sums
+        assert int(state.failed_step) == 1
+        assert checked_tensors(program, state)[int(state.failed_tensor)] == tensor
+
+
+def test_an_update_that_overflows_names_its_parameter():
+    """Loss and gradients are finite, w - lr * (g + decay * w) is not where w is not 0, as the biases are."""
+    optimizer = DenseOptimizerConfig("sgd", learning_rate=1e6, weight_decay=1e37)
+    program, state, window, step = start(dataclasses.replace(on(BASE, "replicated", (1, 1)), optimizer=optimizer))
+    before = copies(without_scratch(state))
+    state, window, _ = step(state, window, batch(0))
+    assert int(state.failed_step) == 0
+    assert checked_tensors(program, state)[int(state.failed_tensor)] == "updated bottom_mlp.layers.0.kernel"
+    assert copies(without_scratch(state)) == before
+
+
+def test_checked_tensors_have_names_of_their_own():
+    program, state, *_ = start(on(BASE, "row", (2, 4)))
+    names = checked_tensors(program, state)
+    assert len(names) == len(set(names))
+    assert {"loss", "gradient of embedding feature tags", "gradient of top_mlp.layers.1.bias"} < set(names)
+
+
+def test_bfloat16_keeps_float32_state_and_changes_little():
+    logits = {}
+    for precision in ("float32", "bfloat16"):
+        config = dataclasses.replace(on(BASE, "row", (2, 4)), precision=precision)
+        program, state, window, step = start(config)
+        first = shard_predict_step(program)(state.dense, state.tables, batch(0))
+        assert first.dtype == jnp.float32 and first.shape == (B, 2)
+        logits[precision] = np.asarray(first)
+        for k in range(3):
+            state, window, _ = step(state, window, batch(k))
+        assert int(state.failed_step) == -1
+        floats = [x for x in jax.tree.leaves((state, window)) if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert {x.dtype for x in floats} == {jnp.dtype("float32")}
+    difference = np.abs(logits["float32"] - logits["bfloat16"])
+    scale = np.abs(logits["float32"]).max()
+    assert 0 < difference.max() < 0.03 * scale

@@ -1,0 +1,87 @@
+"""The compiled step's memory: tables are updated in place, and no temporary grows with them.
+
+Nothing is allocated: the programs are compiled for abstract arrays.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxrec import mesh as mesh_lib
+from jaxrec.data.schema import Dataset, FeatureSpec, Schema
+from jaxrec.embeddings import tables as tables_lib
+from jaxrec.embeddings.plan import make_plan
+from jaxrec.embeddings.spec import TableSpec
+from jaxrec.models.dlrm import DLRMConfig
+from jaxrec.optim import dense as dense_optim
+from jaxrec.optim.dense import DenseOptimizerConfig
+from jaxrec.optim.schedule import ScheduleConfig
+from jaxrec.optim.sparse import SPARSE_OPTIMIZERS, SparseOptimizerConfig
+from jaxrec.precision import policy
+from jaxrec.training import setup
+from jaxrec.training.state import TrainState, empty_window
+from jaxrec.training.step import Program, shard_train_step
+
+DIM, BATCH = 8, 64
+SMALL, LARGE = 1_000_000, 2_000_000
+
+
+def compiled(sharding: str, sizes: tuple[int, int], rows: int):
+    """Returns (bytes of the tables on each device, memory analysis) of two tables of `rows` rows per optimizer."""
+    features, specs = [], []
+    for o in SPARSE_OPTIMIZERS:
+        features += [
+            FeatureSpec(f"{o}/watched", "categorical", f"{o}/items"),
+            FeatureSpec(f"{o}/history", "bag", f"{o}/items", "mean", 4),
+            FeatureSpec(f"{o}/user", "categorical", f"{o}/users"),
+        ]
+        specs += [TableSpec(f"{o}/{t}", rows, DIM, 0.1, SparseOptimizerConfig(o), sharding) for t in ("items", "users")]
+    schema = Schema(tuple(features), {t.name: rows for t in specs}, ("a", "b"), ("label",))
+    mesh = mesh_lib.create(mesh_lib.MeshConfig(*sizes))
+    plan = make_plan(specs, schema, sizes[1])
+    model = DLRMConfig(bottom_mlp=(DIM,), top_mlp=(4,)).create(schema, DIM, policy("float32"), nnx.Rngs(params=0))
+    graphdef, dense = nnx.split(model, nnx.Param)
+    program = Program(graphdef, plan, mesh, DenseOptimizerConfig("sgd"), ScheduleConfig(), 0)
+
+    def abstract(tree, spec):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree)
+
+    tables, bytes_per_device = {}, 0
+    for g in plan.groups:
+        columns = {name: (DIM,) if per_column else () for name, per_column in g.rule.slots.items()}
+        arrays = tables_lib.Table(
+            jax.ShapeDtypeStruct((g.array_rows, DIM), jnp.float32),
+            {name: jax.ShapeDtypeStruct((g.array_rows, *c), jnp.float32) for name, c in columns.items()},
+            jax.ShapeDtypeStruct((g.array_rows,), jnp.int32),
+        )
+        tables[g.name] = abstract(arrays, g.partition)
+        bytes_per_device += sum(4 * math.prod(a.shape) for a in jax.tree.leaves(arrays)) // g.shards
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    optimizer_state = dense_optim.direction(program.optimizer).init(dense)
+    state = TrainState(scalar, dense, optimizer_state, {}, scalar, scalar)
+    state = abstract(state, mesh_lib.REPLICATED)._replace(tables=tables)
+    batch = setup.batch_shapes(Dataset("test", schema, {}), BATCH, program)
+    window = abstract(empty_window(), mesh_lib.REPLICATED)
+    return bytes_per_device, shard_train_step(program).lower(state, window, batch).compile().memory_analysis()
+
+
+@pytest.mark.parametrize("sharding", ["replicated", "row"])
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 4)], ids=["1", "8"])
+def test_tables_are_aliased_and_temporaries_do_not_grow_with_them(sharding, mesh):
+    temporaries = []
+    for rows in (SMALL, LARGE):
+        table_bytes, memory = compiled(sharding, mesh, rows)
+        shards = mesh[1] if sharding == "row" else 1
+        # Weights and scratch of three groups of two tables; accumulators of one a row, and of one an element.
+        assert table_bytes >= 2 * rows * 4 * (3 * (DIM + 1) + 1 + DIM) // shards
+        assert memory.alias_size_in_bytes >= table_bytes
+        # All that comes in but the batch, all that goes out but the step's number.
+        assert memory.argument_size_in_bytes - memory.alias_size_in_bytes < 10_000
+        assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1_000
+        assert memory.temp_size_in_bytes < 4 * rows // shards  # Not even one number a row.
+        temporaries.append(memory.temp_size_in_bytes)
+    assert temporaries[0] > 0 and abs(temporaries[1] - temporaries[0]) <= 4096
