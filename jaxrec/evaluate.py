@@ -44,7 +44,7 @@ def main() -> int:
     step = flag_values.step
     if step is None:
         best = checkpoints.progress(steps[-1], config.identity()).best_step
-        step = best if best in steps else steps[-1]
+        step = best if best in steps else steps[-1]  # Before the first evaluation there is no best.
     require(step in steps, f"--step is {step}, but must be one of the checkpoints: {', '.join(map(str, steps))}")
     checkpoints.progress(step, config.identity())
     state = checkpoints.restore(program, setup.initial_state(program, dense), step)

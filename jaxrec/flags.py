@@ -65,6 +65,10 @@ def prepare_process() -> None:
     )
     if FLAGS.simulate_cpu_devices:
         _simulate(FLAGS.simulate_cpu_devices)
+    require(
+        not os.path.exists(FLAGS.compile_cache) or os.path.isdir(FLAGS.compile_cache),
+        f"--compile_cache is {FLAGS.compile_cache!r}, which is a file, but must be a folder, or off",
+    )
     from jaxrec.startup import enable_compile_cache
 
     enable_compile_cache("" if FLAGS.compile_cache == "off" else FLAGS.compile_cache)
@@ -111,6 +115,9 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
     # Until a run handles it (`training.signals`) nothing is to be saved: clean up and end, with the status of a kill.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
+        if "--help" in sys.argv[1:]:
+            print(FLAGS.module_help(__name__).strip())
+            sys.exit(0)
         rest = FLAGS(sys.argv)
         require(len(rest) == 1, f"{rest[1] if len(rest) > 1 else ''!r} is no flag; flags look like --name=value")
         status = main()

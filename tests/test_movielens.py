@@ -58,6 +58,11 @@ def rows_of(built):
     return rows
 
 
+def scaled(dense):
+    """The stored form of [user mean, user log count, movie mean, movie log count]."""
+    return [(value - centre) / scale for value, centre, scale in zip(dense, (0.5, 4.5, 0.5, 3), (0.15, 1.2, 0.15, 1.5), strict=True)]
+
+
 class Oracle:
     """What a row must hold, by loops over all ratings."""
 
@@ -110,7 +115,7 @@ class Oracle:
             "timestamp": time,
             "position": len(seen),
             "labels": [float(rating >= 4)],
-            "dense": statistics(seen) + statistics(of_movie),
+            "dense": scaled(statistics(seen) + statistics(of_movie)),
             "genres": [self.genres.index(name) for name in genres.split("|")],
             "split": self.split(event),
             "history lengths": len(history),
@@ -172,8 +177,8 @@ def test_known_answers():
     assert train["labels"][:, 0].tolist() == [0, 1, 1, 1, 0, 0, 0, 0, 1]
     assert train["year"].tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 2]  # movie 80's year is unknown
     # Movie 10 at 3600: user 9 disliked it at 0. User 9 at 7200: 2 of 4 liked.
-    np.testing.assert_allclose(train["dense"][2], [0.5, 0, 2.5 / 6, np.log(2)], rtol=1e-6)
-    np.testing.assert_allclose(train["dense"][5], [4.5 / 9, np.log(5), 0.5, 0], rtol=1e-6)
+    np.testing.assert_allclose(train["dense"][2], scaled([0.5, 0, 2.5 / 6, np.log(2)]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(train["dense"][5], scaled([4.5 / 9, np.log(5), 0.5, 0]), rtol=1e-5, atol=1e-6)
     # Rank 8 of 10 is validation, 9 is test; their histories are the training events.
     assert validation["movie"].tolist() == [8] and validation["position"].tolist() == [8]
     assert test["movie"].tolist() == [9] and test["position"].tolist() == [8]

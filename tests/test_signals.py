@@ -13,6 +13,7 @@ from jaxrec.training import loop
 from jaxrec.training.loop import train
 from jaxrec.training.signals import StopRequest
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
 both = pytest.mark.parametrize("number", STATUS, ids=lambda s: s.name)
 
@@ -27,7 +28,7 @@ def handlers():
 
 
 @both
-def test_a_running_command_saves_and_the_same_command_finishes(number, command, train_flags, straight, tiny, tmp_path):
+def test_a_running_command_saves_and_the_same_finishes(number, command, train_flags, straight, tiny, tmp_path):  # noqa: PLR0917
     command_flags = train_flags(tmp_path)
     running = command("jaxrec.train", *command_flags, slow=(0.25, 9))
     wait_for(lambda: logged(tmp_path, 8), running)

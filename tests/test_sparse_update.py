@@ -32,7 +32,7 @@ OPTIMIZERS = {
 }
 # Feature -> table; `watched` is categorical, the others are bags.
 FEATURES = {"watched": "items", "history": "items", "tags": "tags"}
-MESHES = ((1, 1), (1, 2), (2, 1), (8, 1), (1, 8), (2, 4), (4, 2))
+MESHES = ((1, 1), (1, 2), (2, 1), (8, 1), (1, 8), (2, 4))
 
 pytestmark = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}model{m[1]}")
 over_strategies = pytest.mark.parametrize("sharding", ["replicated", "row"])
@@ -140,7 +140,7 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
     sizes = dict(mesh.shape)
     partitions = tables_lib.partitions(plan)
 
-    def body(tables, ids, lengths, gradients, rate, ok):
+    def body(tables, ids, lengths, gradients, rate, ok):  # noqa: PLR0917
         _, routes = tables_lib.look_up(plan, tables, ids, lengths)
         proposals = tables_lib.propose(plan, tables, routes, gradients, lengths, rate, sizes)
         return tables_lib.commit(plan, tables, proposals, ok)
@@ -230,7 +230,7 @@ def test_rows_follow_the_optimizer_within_8_eps(sharding, combiner, optimizer, m
     result = run(sharding, combiner, mesh)
     for k in range(STEPS):
         _, _, count = reference_merge(make_step(combiner, k, dyadic=False), combiner)
-        for t in ROWS:
+        for t, rows in ROWS.items():
             before, after = result.before[k][optimizer, t], result.after[k][optimizer, t]
             weights, accumulator = before["weights"].astype(np.float64), before.get("accumulator")
             delta, new = reference_update(optimizer, result.merged[k][t], weights, accumulator)
@@ -240,10 +240,8 @@ def test_rows_follow_the_optimizer_within_8_eps(sharding, combiner, optimizer, m
                 assert (np.abs(after["accumulator"] - new) <= 8 * EPS * np.abs(new)).all(), (k, t)
             touched = count[t] > 0
             for part in before:
-                changed = (before[part] != after[part]).reshape(ROWS[t], -1).any(axis=1)
-                np.testing.assert_array_equal(
-                    before[part][~touched].view(np.int32), after[part][~touched].view(np.int32)
-                )
+                changed = (before[part] != after[part]).reshape(rows, -1).any(axis=1)
+                assert before[part][~touched].tobytes() == after[part][~touched].tobytes()
                 assert changed[touched].all(), (k, t, part)
 
 

@@ -208,7 +208,7 @@ def test_step_equals_a_plain_program_with_dense_table_gradients(interaction, sha
 
 
 def test_window_sums_count_the_weighted_tasks():
-    program, state, window, step = start(on(BASE, "row", (2, 4)))
+    _, state, window, step = start(on(BASE, "row", (2, 4)))
     state, window, _ = step(state, window, batch(0))
     state, window, _ = step(state, window, batch(1))
     weight = sum(2 * batch(k).weight.sum() for k in (0, 1))
@@ -261,7 +261,7 @@ def spoil_table(data, state):
 
 
 def overflow_the_update(data, state):
-    """An accumulator that overflows: loss, gradients and the weights' updates are finite, the optimizer's row is not."""
+    """An accumulator that is not finite: loss, gradients and the updates of the weights are."""
     name, table = next(iter(state.tables.items()))
     old = table.slots["accumulator"]
     slot = np.full(old.shape, np.inf, np.float32)

@@ -51,13 +51,13 @@ def from_dict(config: C, values: Mapping[str, Any]) -> C:
             "another version of jaxrec wrote it"
         )
     changes = {}
-    for name, value in values.items():
+    for name, stored in values.items():
         current = getattr(config, name)
         if dataclasses.is_dataclass(current):
-            value = from_dict(current, value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        if not dataclasses.is_dataclass(current) and not _fits(value, wanted[name]):
+            changes[name] = from_dict(current, stored)
+            continue
+        value = tuple(stored) if isinstance(stored, list) else stored
+        if not _fits(value, wanted[name]):
             raise UserError(f"config.json has {name} = {value!r}, but it must be of type {_type_name(wanted[name])}")
         changes[name] = value
     return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]
@@ -118,4 +118,6 @@ def _fits(value: Any, wanted: Any) -> bool:
 def _type_name(wanted: Any) -> str:
     if wanted is bool:
         return "bool (true or false)"
+    if wanted is float:
+        return "float (a finite number)"
     return str(wanted) if typing.get_origin(wanted) is not None else wanted.__name__

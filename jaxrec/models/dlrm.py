@@ -74,11 +74,12 @@ class DLRM(nnx.Module):
         self.interaction = config.interaction
         self.feature_dropout = config.feature_dropout
         # Without dense columns there is no bottom MLP, and the features are the embeddings alone.
-        self.bottom_mlp = None
         widths = [dim] * len(self.features)
+        bottom = None
         if schema.dense:
-            self.bottom_mlp = MLP(len(schema.dense), config.bottom_mlp, policy, rngs, activate_last=True, name="bottom_mlp")
+            bottom = MLP(len(schema.dense), config.bottom_mlp, policy, rngs, activate_last=True, name="bottom_mlp")
             widths.insert(0, config.bottom_mlp[-1])
+        self.bottom_mlp = bottom
         if config.interaction == "dot":
             require(
                 widths[0] == dim,

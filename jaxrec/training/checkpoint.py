@@ -6,9 +6,11 @@ A checkpoint is a flat tree of host arrays: `dense/<path>` and `optimizer/<path>
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,7 @@ class Checkpoints:
         """
         self._folder = Path(workdir).absolute() / FOLDER
         self._policy = _KeepLastAndBest(keep_last)
+        require(self._folder.is_dir() or not self._folder.exists(), f"{self._folder} is a file, but must be a folder")
         try:
             self._orbax = ocp.training.Checkpointer(
                 self._folder, preservation_policy=self._policy, cleanup_tmp_directories=for_training
@@ -149,7 +152,8 @@ class Checkpoints:
           UserError: It cannot be read, or is of another model.
         """
         try:
-            arrays = self._orbax.load(step)
+            with _without_asyncio_log():
+                arrays = self._orbax.load(step)
         except Exception as e:
             raise self._unreadable(step, e) from e
         return from_arrays(program, state, arrays, f"checkpoint {self._folder}/{step}")
@@ -163,6 +167,17 @@ class Checkpoints:
         return UserError(
             f"checkpoint {self._folder}/{step} cannot be read ({first}); delete that folder to use an earlier one"
         )
+
+
+@contextlib.contextmanager
+def _without_asyncio_log() -> Iterator[None]:
+    """Of the tasks that fail to read a damaged checkpoint Orbax raises the first error, and asyncio logs the others."""
+    log = logging.getLogger("asyncio")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:

@@ -23,6 +23,7 @@ from jaxrec import environment
 from jaxrec.checks import require
 from jaxrec.data.device import DevicePrefetch
 from jaxrec.data.pipeline import Batches, stream
+from jaxrec.data.schema import Dataset
 from jaxrec.startup import CompileCounter, PhaseClock
 from jaxrec.tracing import StepTracer
 from jaxrec.training import setup, workdir
@@ -126,7 +127,7 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
                     return summary, 0
                 say(f"resumed     from step {restored}")
                 if progress.best_step not in (-1, *checkpoints.steps):
-                    say(f"checkpoint  {progress.best_step}, the best so far, is gone; the best is chosen among later ones")
+                    say(f"checkpoint  {progress.best_step}, the best, is gone; the best is chosen among later ones")
                     evaluated = min(progress.evaluated_step, restored - 1)
                     progress = Progress(restored, evaluated, window=progress.window)
                 if progress.window:
@@ -142,9 +143,12 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
         stack.callback(writer.close)
         run = _Run(config, options, program, step_program, evaluator, checkpoints, writer, batches, stop, clock, say)
         state, progress, statistics = run.loop(state, window, progress, start, compiles)
-        summary = None if stop.signal else _summary(config, dataset, progress, run, state, statistics, clock)
+        summary = None if stop.signal else _summary(run, dataset, state, progress, statistics)
         if summary is None:
-            say(f"stopped     by signal {stop.signal} after step {progress.batches}; the same command continues from there")
+            say(
+                f"stopped     by signal {stop.signal} after step {progress.batches}; "
+                "the same command continues from there"
+            )
             return statistics, stop.exit_status
         workdir.write_json(Path(options.workdir) / workdir.SUMMARY_FILE, summary)
         return summary, 0
@@ -180,7 +184,14 @@ class _Run:
         with (
             StepTracer(self.options.workdir, self.options.profile_steps) as tracer,
             DevicePrefetch(source, setup.put_batch(self.program)) as ahead,
-            tqdm(total=config.steps, initial=start, disable=self.options.quiet, unit="step", dynamic_ncols=True, file=sys.stderr) as bar,
+            tqdm(
+                total=config.steps,
+                initial=start,
+                disable=self.options.quiet,
+                unit="step",
+                dynamic_ncols=True,
+                file=sys.stderr,
+            ) as bar,
         ):
             step = start
             while True:
@@ -229,7 +240,8 @@ class _Run:
                     values |= {"samples_per_second": rate, "input_share": (waited - logged[2]) / (now - logged[1])}
                     self.writer.write(step, "train", values)
                     bar.set_postfix_str(
-                        f"loss {values['loss']:.4f} NE {values['ne']:.4f} {rate:,.0f} samples/s input {values['input_share']:.0%}"
+                        f"loss {values['loss']:.4f} NE {values['ne']:.4f} {rate:,.0f} samples/s "
+                        f"input {values['input_share']:.0%}"
                     )
                     logged = (step, now, waited)
             with shares.doing("trace"):
@@ -237,7 +249,9 @@ class _Run:
                     self.say(f"trace       {traced}")
             if tracer.missed:
                 first, end = tracer.missed
-                self.say(f"trace       none: steps {start} to {step - 1} were run, and --profile_steps is {first}:{end}")
+                self.say(
+                    f"trace       none: steps {start} to {step - 1} were run, and --profile_steps is {first}:{end}"
+                )
         with shares.doing("checkpoint"):
             self.checkpoints.wait()
         seconds = time.perf_counter() - begin
@@ -288,20 +302,16 @@ class _Run:
                 "step changed it; look at that batch, lower the learning rates, or start anew in another --workdir"
             )
 
+
 def _due(step: int, every: int) -> bool:
     return step > 0 and every > 0 and step % every == 0
 
 
 def _summary(
-    config: Config,
-    dataset: Any,
-    progress: Progress,
-    run: _Run,
-    state: TrainState,
-    statistics: dict[str, Any],
-    clock: PhaseClock,
+    run: _Run, dataset: Dataset, state: TrainState, progress: Progress, statistics: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Evaluates the best checkpoint and returns what `summary.json` holds; None where a stop is asked for meanwhile."""
+    """Evaluates the best checkpoint and returns what `summary.json` holds; None where a stop is asked for."""
+    config = run.config
     if progress.best_step != statistics["steps"]:
         state = run.checkpoints.restore(run.program, state, progress.best_step)
     splits = [s for s in ("validation", "test") if s in dataset.splits]
@@ -315,7 +325,7 @@ def _summary(
         "stopped_early": statistics["steps"] < config.training.steps,
         "metrics": metrics,
         **statistics,
-        "startup_seconds": clock.seconds,
+        "startup_seconds": run.clock.seconds,
         "peak_memory_bytes": environment.peak_memory_bytes(),
         "step_memory_bytes": {
             k: int(getattr(memory, f"{k}_size_in_bytes")) for k in ("argument", "output", "alias", "temp")
@@ -330,7 +340,7 @@ def _finite(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 

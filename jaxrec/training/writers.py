@@ -16,8 +16,8 @@ METRICS_FILE = "metrics.jsonl"
 class MetricWriter:
     """Appends metrics to both files of a workdir.
 
-    On a resumed run, lines past the restored step are cut from `metrics.jsonl`, and evaluations that the checkpoint does
-    not know of: they come again. TensorBoard is told to ignore its events past that step.
+    On a resumed run, lines past the restored step are cut from `metrics.jsonl`, and evaluations that the checkpoint
+    does not know of: they come again. TensorBoard is told to ignore its events past that step.
     """
 
     def __init__(self, workdir: str, restored_step: int, evaluated_step: int):

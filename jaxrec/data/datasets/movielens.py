@@ -33,6 +33,11 @@ LEVELS = 10  # ratings are 0.5, 1.0, ..., 5.0
 PRIOR_MEAN = 0.5
 PRIOR_COUNT = 5.0
 
+# The dense columns are stored as (value - CENTRE) / SCALE, so that the model's first layer sees values of order 1. These
+# are round constants as well.
+CENTRE = (0.5, 4.5, 0.5, 3.0)
+SCALE = (0.15, 1.2, 0.15, 1.5)
+
 
 @dataclasses.dataclass(frozen=True)
 class MovielensData:
@@ -162,7 +167,7 @@ def build(ratings: Ratings) -> Built:
         "movie": movie.astype(np.int32),
         "year": year[movie].astype(np.int32),
         "hour": (time // 3600 % 24).astype(np.int32),
-        "dense": np.stack(dense, axis=1).astype(np.float32),
+        "dense": ((np.stack(dense, axis=1) - CENTRE) / SCALE).astype(np.float32),
         "labels": liked[:, None].astype(np.float32),
         "timestamp": time,
         # Training events of a strictly earlier second come first in the user's timeline.
