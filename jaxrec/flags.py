@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -125,6 +126,7 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
         status = _complain(str(e).strip().replace("\n", " "))
     except UserError as e:
         status = _complain(str(e))
+        logging.disable(logging.CRITICAL)  # All is said; libraries that met the same fault have nothing to add.
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 128 + signal.SIGINT

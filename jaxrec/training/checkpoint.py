@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,8 @@ class Checkpoints:
           UserError: It cannot be read, or a run of another identity wrote it.
         """
         try:
-            metadata: Any = self._orbax.metadata(step).custom_metadata
+            with _one_error():
+                metadata: Any = self._orbax.metadata(step).custom_metadata
             stored, theirs = dict(metadata["progress"]), dict(metadata["identity"])
             stored["best_ne"] = math.inf if stored["best_ne"] is None else stored["best_ne"]
             progress = Progress(**{**stored, "window": tuple(stored["window"])})
@@ -152,7 +154,7 @@ class Checkpoints:
           UserError: It cannot be read, or is of another model.
         """
         try:
-            with _without_asyncio_log():
+            with _one_error():
                 arrays = self._orbax.load(step)
         except Exception as e:
             raise self._unreadable(step, e) from e
@@ -170,14 +172,24 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _without_asyncio_log() -> Iterator[None]:
-    """Of the tasks that fail to read a damaged checkpoint Orbax raises the first error, and asyncio logs the others."""
-    log = logging.getLogger("asyncio")
-    before, log.disabled = log.disabled, True
+def _one_error() -> Iterator[None]:
+    """Of a damaged checkpoint Orbax raises one error; this silences what it, its tasks and threads print of others."""
+    level, hook = logging.root.manager.disable, sys.unraisablehook
+
+    def of_ours(args: Any) -> None:
+        if "loop is closed" not in str(args.exc_value):
+            hook(args)
+
+    logging.disable(logging.CRITICAL)
+    sys.unraisablehook = of_ours
     try:
         yield
+    except BaseException:
+        raise  # The hook stays: TensorStore's threads are not done, and find Orbax's event loop closed.
+    else:
+        sys.unraisablehook = hook
     finally:
-        log.disabled = before
+        logging.disable(level)
 
 
 def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
