@@ -29,8 +29,8 @@ def bits(*coordinates: ArrayLike) -> jax.Array:
     """Returns uint32 bits of the broadcast shape of `coordinates` (integers, taken modulo 2^32)."""
     state = jnp.uint32(0x9E3779B9)
     for c in coordinates:
-        c = jnp.uint32(c & 0xFFFFFFFF) if isinstance(c, int) else jnp.asarray(c).astype(jnp.uint32)
-        state = _mix(state ^ (c * jnp.uint32(0x9E3779B1) + jnp.uint32(0x85EBCA6B)))
+        word = jnp.uint32(c & 0xFFFFFFFF) if isinstance(c, int) else jnp.asarray(c).astype(jnp.uint32)
+        state = _mix(state ^ (word * jnp.uint32(0x9E3779B1) + jnp.uint32(0x85EBCA6B)))
     return state
 
 

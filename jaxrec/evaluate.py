@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -25,7 +26,7 @@ def main() -> int:
 
     jaxrec_flags.prepare_process()
     stored = read_json(Path(flag_values.workdir) / CONFIG_FILE)
-    values = stored.get("config")
+    values: Any = stored.get("config")
     require(
         isinstance(values, dict) and isinstance(values.get("name"), str),
         f"{flag_values.workdir}/{CONFIG_FILE} holds no config, so no run of jaxrec wrote it; name another --workdir",

@@ -71,7 +71,8 @@ def check_batch(config: MeshConfig, batch_size: int) -> None:
     near = math.ceil(batch_size / config.size) * config.size
     require(
         batch_size % config.size == 0,
-        f"--batch_size is {batch_size}, which does not divide over the {config.size} devices of --mesh={config}; {near} does",
+        f"--batch_size is {batch_size}, which does not divide over the {config.size} devices of --mesh={config}; "
+        f"{near} does",
     )
 
 

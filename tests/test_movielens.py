@@ -60,7 +60,10 @@ def rows_of(built):
 
 def scaled(dense):
     """The stored form of [user mean, user log count, movie mean, movie log count]."""
-    return [(value - centre) / scale for value, centre, scale in zip(dense, (0.5, 4.5, 0.5, 3), (0.15, 1.2, 0.15, 1.5), strict=True)]
+    return [
+        (value - centre) / scale
+        for value, centre, scale in zip(dense, (0.5, 4.5, 0.5, 3), (0.15, 1.2, 0.15, 1.5), strict=True)
+    ]
 
 
 class Oracle:

@@ -28,7 +28,7 @@ def handlers():
 
 
 @both
-def test_a_running_command_saves_and_the_same_finishes(number, command, train_flags, straight, tiny, tmp_path):  # noqa: PLR0917
+def test_a_running_command_saves_and_the_same_finishes(number, command, train_flags, straight, tiny, tmp_path):
     command_flags = train_flags(tmp_path)
     running = command("jaxrec.train", *command_flags, slow=(0.25, 9))
     wait_for(lambda: logged(tmp_path, 8), running)

@@ -140,7 +140,7 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
     sizes = dict(mesh.shape)
     partitions = tables_lib.partitions(plan)
 
-    def body(tables, ids, lengths, gradients, rate, ok):  # noqa: PLR0917
+    def body(tables, ids, lengths, gradients, rate, ok):
         _, routes = tables_lib.look_up(plan, tables, ids, lengths)
         proposals = tables_lib.propose(plan, tables, routes, gradients, lengths, rate, sizes)
         return tables_lib.commit(plan, tables, proposals, ok)

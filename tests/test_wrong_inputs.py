@@ -32,7 +32,6 @@ def call(monkeypatch, capsys):
         define = flags.define_train if module is train else flags.define_evaluate
         known, before = set(absl_flags.FLAGS), signal.getsignal(signal.SIGTERM)
         monkeypatch.setattr(sys, "argv", ["jaxrec", *map(str, argv)])
-        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # and back
         # A cache that is on for the whole process is not the command's to change.
         monkeypatch.setattr("jaxrec.startup.enable_compile_cache", lambda _: None)
         try:

@@ -5,7 +5,7 @@ Every id is a one-hot column (a bag's columns share weight 1), beside the standa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
@@ -19,12 +19,12 @@ class Table(NamedTuple):
     """A split as a matrix.
 
     Attributes:
-      x: [rows, columns], sparse.
+      x: [rows, columns], sparse (CSR).
       y: float [rows].
       group: int [rows], the user.
     """
 
-    x: scipy.sparse.csr_matrix
+    x: Any
     y: np.ndarray
     group: np.ndarray
 
@@ -37,7 +37,8 @@ def table(dataset: Dataset, split: str, batch_size: int = 4096) -> Table:
     ids, lengths, dense, labels = (
         np.concatenate([getattr(p.batch, name) for p in parts])[keep] for name in ("ids", "lengths", "dense", "labels")
     )
-    columns, blocks, slot, bag = [], [dense], 0, 0
+    blocks: list[Any] = [dense]
+    slot, bag = 0, 0
     for f in schema.features:
         part = ids[:, slot : slot + f.max_length]
         slot += f.max_length
@@ -50,7 +51,6 @@ def table(dataset: Dataset, split: str, batch_size: int = 4096) -> Table:
         row = np.broadcast_to(np.arange(len(part))[:, None], part.shape)
         shape = (len(part), schema.vocabulary[f.table])
         blocks.append(scipy.sparse.csr_matrix((value[valid], (row[valid], part[valid])), shape=shape))
-        columns.append(shape[1])
     x = scipy.sparse.hstack([scipy.sparse.csr_matrix(b) for b in blocks], format="csr")
     return Table(x, labels[:, 0], np.concatenate([p.group for p in parts])[keep])
 
@@ -67,7 +67,7 @@ def fit(train: Table, others: list[Table], dense_columns: int, c: float) -> list
     dense = train.x[:, :dense_columns].toarray()
     mean, scale = dense.mean(0), dense.std(0)
 
-    def standardised(t: Table) -> scipy.sparse.csr_matrix:
+    def standardised(t: Table) -> Any:
         block = (t.x[:, :dense_columns].toarray() - mean) / np.where(scale > 0, scale, 1)
         return scipy.sparse.hstack([scipy.sparse.csr_matrix(block), t.x[:, dense_columns:]], format="csr")
 

@@ -25,9 +25,7 @@ def render(record: Mapping[str, Any]) -> str:
         return f"{min(samples(case, metric)):.4f} to {max(samples(case, metric)):.4f}"
 
     lr, difference = "logistic_regression", "dlrm - logistic_regression"
-    interval = {
-        m: tuple(value(difference, c, m) for c in ("difference", "2.5 %", "97.5 %")) for m in ("auc", "ne")
-    }
+    interval = {m: tuple(value(difference, c, m) for c in ("difference", "2.5 %", "97.5 %")) for m in ("auc", "ne")}
     c = value(lr, "best by validation NE", "c")
     better = interval["auc"][1] > 0 and interval["ne"][2] < 0
     verdict = "Yes" if better else "Not shown: an interval contains 0"

@@ -1,6 +1,6 @@
 """Is the default MovieLens model better than logistic regression on the same rows and features?
 
-    python -m experiments.movielens_quality.run --mode=all
+python -m experiments.movielens_quality.run --mode=all
 """
 
 from __future__ import annotations
@@ -80,12 +80,14 @@ def measure(
     grouped = {}
     for *key, value in rows:
         grouped.setdefault(tuple(key), []).append(value)
-    records = [record_lib.row(*key, samples) for key, samples in grouped.items()]
+    records = [record_lib.row(*key, samples=samples) for key, samples in grouped.items()]
     baseline, lr_logits, test = _baseline(config, data_dir, cs)
     records += baseline
     records += _bootstrap(test.y, test.group, test_logits, lr_logits, resamples)
     counts = {split: blocks.rows for split, blocks in config.data.open(data_dir).splits.items()}
-    return record_lib.make(STUDY, records, config=config.as_dict(), seeds=list(seeds), rows_per_split=counts, cs=list(cs))
+    return record_lib.make(
+        STUDY, records, config=config.as_dict(), seeds=list(seeds), rows_per_split=counts, cs=list(cs)
+    )
 
 
 def _best_test_logits(config: Any, workdir: str, data_dir: str) -> np.ndarray:
@@ -119,7 +121,9 @@ def _baseline(config: Any, data_dir: str, cs: tuple[float, ...]) -> tuple[list[d
         print(f"logistic regression C={c}: validation AUC {scores['auc']:.4f} NE {scores['ne']:.4f}, {seconds:.0f} s")
         fits[c] = (scores, on_test)
         for metric, value in scores.items():
-            records.append(record_lib.row("logistic_regression", "scikit-learn", f"validation C={c}", metric, "1", [value]))
+            records.append(
+                record_lib.row("logistic_regression", "scikit-learn", f"validation C={c}", metric, "1", [value])
+            )
         records.append(record_lib.row("logistic_regression", "scikit-learn", f"C={c}", "seconds", "s", [seconds]))
     best = min(fits, key=lambda c: fits[c][0]["ne"])
     best_by_auc = max(fits, key=lambda c: fits[c][0]["auc"])

@@ -1,4 +1,7 @@
-"""Finding a named config. A config is a module of this package with a function `config`; its docstring's first line is its help."""
+"""Finding a named config: a module of this package with a function `config`.
+
+The first line of its docstring is its help.
+"""
 
 from __future__ import annotations
 

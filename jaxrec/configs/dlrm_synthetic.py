@@ -1,6 +1,6 @@
 """DLRM-DCNv2 on planted synthetic rows, whose best possible NE is known.
 
-    python -m jaxrec.train --config=dlrm_synthetic --workdir=run_synthetic
+python -m jaxrec.train --config=dlrm_synthetic --workdir=run_synthetic
 """
 
 from jaxrec.data.datasets.synthetic import SyntheticData

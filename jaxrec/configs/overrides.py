@@ -71,14 +71,14 @@ def _assign(node: Any, parts: list[str], value: str, path: str) -> Any:
         raise UserError(f"--set {path}: {there}; there are: {', '.join(fields) or 'none'}")
     current = getattr(node, parts[0])
     if len(parts) > 1:
-        return dataclasses.replace(node, **{parts[0]: _assign(current, parts[1:], value, path)})
+        return replace(node, parts[0], _assign(current, parts[1:], value, path))
     if dataclasses.is_dataclass(current):
         inner = ", ".join(f.name for f in dataclasses.fields(current))
         raise UserError(f"--set {path}: is not a value but holds the fields {inner}")
     if parts[0] == "name" and type(node).__name__ == "Config":
         raise UserError("--set name: is set by --config")
     wanted = typing.get_type_hints(type(node))[parts[0]]
-    return dataclasses.replace(node, **{parts[0]: _parse(value, wanted, path)})
+    return replace(node, parts[0], _parse(value, wanted, path))
 
 
 def _parse(text: str, wanted: Any, path: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -99,11 +99,12 @@ class Batch(NamedTuple):
       weight: float32 [B]; 0 marks a row that only pads the last batch.
     """
 
-    ids: np.ndarray
-    lengths: np.ndarray
-    dense: np.ndarray
-    labels: np.ndarray
-    weight: np.ndarray
+    # numpy arrays on the host, jax arrays in a step; this layer does not know jax.
+    ids: Any
+    lengths: Any
+    dense: Any
+    labels: Any
+    weight: Any
 
 
 class HostBatch(NamedTuple):

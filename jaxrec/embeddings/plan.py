@@ -1,7 +1,7 @@
 """The run-time layout of the tables: which rows of which array a feature's ids name.
 
-Tables of the same dim, optimizer and sharding share one array (a group), one lookup and one update. The layout exists at
-run time only; checkpoints hold one logical array per table (`Group.to_logical`).
+Tables of the same dim, optimizer and sharding share one array (a group), one lookup and one update. The layout exists
+at run time only; checkpoints hold one logical array per table (`Group.to_logical`).
 
 Every shard of a group ends with a sentinel row of zeros. Slots past a bag's length, and rows that another shard owns,
 name it, so that no lookup needs a mask and every index is in bounds.
@@ -158,7 +158,8 @@ def make_plan(tables: Sequence[TableSpec], schema: Schema, model_shards: int) ->
     by_key: dict[tuple, list[TableSpec]] = {}
     for t in tables:
         by_key.setdefault((t.dim, t.optimizer, t.sharding), []).append(t)
-    first_slot = dict(zip((f.name for f in schema.features), np.cumsum([0] + [f.max_length for f in schema.features]).tolist(), strict=False))
+    starts = np.cumsum([0, *(f.max_length for f in schema.features)]).tolist()
+    first_slot = {f.name: start for f, start in zip(schema.features, starts, strict=False)}
     bag_column = {f.name: i for i, f in enumerate(schema.bags)}
     groups = []
     for number, ((dim, optimizer, sharding), members) in enumerate(by_key.items()):

@@ -1,6 +1,7 @@
 """The tables of a model as one pytree, and the three things a step does with them: look up, propose, commit.
 
-Shape suffixes: B rows of this device's batch, N occurrences of this device, M occurrences that reach this device, D dim.
+Shape suffixes: B rows of this device's batch, N occurrences of this device, M occurrences that reach this device,
+D dim.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def initialise(plan: Plan, mesh: Mesh, seed: int) -> Tables:
                 lambda g=g: _initial_shard(g, seed),
                 mesh=mesh,
                 in_specs=(),
-                out_specs=jax.tree.map(lambda _: g.partition, _structure(g)),
+                out_specs=_partitions(g),
                 check_vma=False,
             )
         )()
@@ -79,7 +80,9 @@ def _initial_shard(group: Group, seed: int) -> Table:
     rows = jnp.arange(group.shard_rows + 1, dtype=jnp.int32)
     row = shard * group.shard_rows + rows
     real = (rows < group.shard_rows) & (row < group.rows)
-    table = jnp.clip(jnp.searchsorted(jnp.asarray(group.offsets, jnp.int32), row, side="right") - 1, 0, len(group.tables) - 1)
+    table = jnp.clip(
+        jnp.searchsorted(jnp.asarray(group.offsets, jnp.int32), row, side="right") - 1, 0, len(group.tables) - 1
+    )
     tags = jnp.asarray([counters.tag(t.name) for t in group.tables], jnp.uint32)[table]
     scales = jnp.asarray([t.init_scale for t in group.tables], jnp.float32)[table]
     own_row = row - jnp.asarray(group.offsets, jnp.int32)[table]
@@ -94,10 +97,16 @@ def _initial_shard(group: Group, seed: int) -> Table:
 
 def partitions(plan: Plan) -> dict[str, Table]:
     """Returns the PartitionSpec of every array, in the structure of `Tables`."""
-    return {g.name: jax.tree.map(lambda _, g=g: g.partition, _structure(g)) for g in plan.groups}
+    return {g.name: _partitions(g) for g in plan.groups}
 
 
-def look_up(plan: Plan, tables: Tables, ids: jax.Array, lengths: jax.Array) -> tuple[dict[str, jax.Array], dict[str, Route]]:
+def _partitions(group: Group) -> Table:
+    return jax.tree.map(lambda _: group.partition, _structure(group))
+
+
+def look_up(
+    plan: Plan, tables: Tables, ids: jax.Array, lengths: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, Route]]:
     """Looks up and pools every feature.
 
     Args:

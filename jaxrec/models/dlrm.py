@@ -27,7 +27,8 @@ class DLRMConfig:
     """A DLRM.
 
     Attributes:
-      bottom_mlp: Widths over the dense features, each followed by ReLU; with `dot`, the last must be the embeddings' dim.
+      bottom_mlp: Widths over the dense features, each followed by ReLU; with `dot`, the last must be the embeddings'
+        dim.
       interaction: `dot`, or `cross` (DCNv2).
       cross_layers: With `cross`.
       cross_rank: With `cross`.
@@ -68,7 +69,10 @@ class DLRM(nnx.Module):
 
     def __init__(self, config: DLRMConfig, schema: Schema, dim: int, policy: Policy, rngs: nnx.Rngs):
         for f in schema.features:
-            require(f.combiner != "none", f"feature {f.name} is looked up per position, but DLRM takes pooled features (sum or mean)")
+            require(
+                f.combiner != "none",
+                f"feature {f.name} is looked up per position, but DLRM takes pooled features (sum or mean)",
+            )
         self.features = tuple(f.name for f in schema.features)
         self.policy = policy
         self.interaction = config.interaction

@@ -5,6 +5,7 @@ Shape suffixes: B rows of this device's batch, I inputs, O outputs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,9 +55,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, I] -> float32 [B, O]."""
         compute = self.policy.compute
-        y = jnp.dot(
-            x.astype(compute), self.kernel[...].astype(compute), preferred_element_type=self.policy.accumulate
-        )
+        y = jnp.dot(x.astype(compute), self.kernel[...].astype(compute), preferred_element_type=self.policy.accumulate)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -75,7 +74,7 @@ class MLP(nnx.Module):
         name: str = "mlp",
     ):
         sizes = [inputs, *widths]
-        self.layers = nnx.List([Linear(i, o, policy, rngs) for i, o in zip(sizes, sizes[1:], strict=False)])
+        self.layers = nnx.List([Linear(i, o, policy, rngs) for i, o in itertools.pairwise(sizes)])
         self.activate_last = activate_last
         self.dropout = dropout
         self.name = name

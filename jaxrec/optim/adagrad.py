@@ -49,4 +49,4 @@ def scale_by_adagrad(eps: float, initial_accumulator: float) -> optax.GradientTr
         accumulator = jax.tree.map(lambda g, a: a + g * g, updates, state.accumulator)
         return jax.tree.map(lambda g, a: _direction(g, a, eps), updates, accumulator), AdagradState(accumulator)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]

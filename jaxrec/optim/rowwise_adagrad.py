@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 
-def update(eps: float) -> Callable[[jax.Array, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
+def update(
+    eps: float,
+) -> Callable[[jax.Array, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
     """Returns the update of EXACT_ROWWISE_ADAGRAD: a += mean(g^2) over the row, w -= lr * g / (sqrt(a) + eps).
 
     g is the row's gradient summed over all its occurrences in the global batch. Definition: FBGEMM, split table batched

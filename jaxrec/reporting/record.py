@@ -94,6 +94,9 @@ def _git_state() -> dict[str, Any]:
         return subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--", "jaxrec", "experiments"))}
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "modified": bool(git("status", "--porcelain", "--", "jaxrec", "experiments")),
+        }
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "not a git checkout", "modified": None}

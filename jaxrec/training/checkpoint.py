@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import sys
@@ -82,7 +83,7 @@ class Checkpoints:
         require(self._folder.is_dir() or not self._folder.exists(), f"{self._folder} is a file, but must be a folder")
         try:
             self._orbax = ocp.training.Checkpointer(
-                self._folder, preservation_policy=self._policy, cleanup_tmp_directories=for_training
+                str(self._folder), preservation_policy=self._policy, cleanup_tmp_directories=for_training
             )
         except OSError as e:
             raise UserError(
@@ -100,7 +101,7 @@ class Checkpoints:
         arrays = to_arrays(program, state)
         step = int(arrays["step"])
         self._policy.best_step = progress.best_step
-        metadata = {"identity": identity, "progress": dataclasses.asdict(progress)}
+        metadata: Any = {"identity": identity, "progress": dataclasses.asdict(progress)}
         if math.isinf(progress.best_ne):
             metadata["progress"]["best_ne"] = None
         self._saving = self._orbax.save_async(
@@ -173,23 +174,25 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _one_error() -> Iterator[None]:
-    """Of a damaged checkpoint Orbax raises one error; this silences what it, its tasks and threads print of others."""
-    level, hook = logging.root.manager.disable, sys.unraisablehook
-
-    def of_ours(args: Any) -> None:
-        if "loop is closed" not in str(args.exc_value):
-            hook(args)
-
+    """Of a damaged checkpoint Orbax raises one error; this silences what it logs of others."""
+    _ignore_late_errors()
+    level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    sys.unraisablehook = of_ours
     try:
         yield
-    except BaseException:
-        raise  # The hook stays: TensorStore's threads are not done, and find Orbax's event loop closed.
-    else:
-        sys.unraisablehook = hook
     finally:
         logging.disable(level)
+
+
+@functools.cache
+def _ignore_late_errors() -> None:
+    """Silences, from now on, what Orbax's tasks and TensorStore's threads print when Orbax has already raised.
+
+    That is what asyncio logs of a task whose error nobody took, and errors of threads that find an event loop closed.
+    """
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda args: None if "loop is closed" in str(args.exc_value) else hook(args)
+    logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
 
 
 def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:

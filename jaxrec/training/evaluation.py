@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ class Evaluator:
             result |= {"best_ne": best, "excess": (result["ne"] - best) / (1 - best)}
         return result
 
-    def predictions(self, state: TrainState, split: str) -> Iterator[tuple[np.ndarray, HostBatch]]:
+    def predictions(self, state: TrainState, split: str) -> Generator[tuple[np.ndarray, HostBatch], None, None]:
         """Yields logits, float32 [B, T], with the host batch they belong to, over the whole split in stored order.
 
         The rows that pad the last batch have weight 0.
@@ -77,4 +77,3 @@ class Evaluator:
         """The metric that the best checkpoint is chosen by: the first task's NE."""
         labels = self._dataset.schema.labels
         return "ne" if len(labels) == 1 else f"{labels[0]}/ne"
-

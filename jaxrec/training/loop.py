@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from jaxrec import environment
@@ -131,7 +131,7 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
                     evaluated = min(progress.evaluated_step, restored - 1)
                     progress = Progress(restored, evaluated, window=progress.window)
                 if progress.window:
-                    window = setup.replicate(program, Window(*map(np.float32, progress.window)))
+                    window = setup.replicate(program, Window(*map(jnp.float32, progress.window)))
         with clock.phase("compile"):
             shapes = setup.batch_shapes(dataset, config.training.batch_size, program)
             step_program = shard_train_step(program).lower(state, window, shapes).compile()
@@ -216,8 +216,11 @@ class _Run:
                     break
                 with shares.doing("trace"):
                     tracer.before(step)
-                with shares.doing("input") if not in_flight or in_flight[-1].is_ready() else contextlib.nullcontext():
-                    device_batch, host = next(ahead)
+                asked = time.perf_counter()
+                device_batch, host = next(ahead)
+                # A wait counts where the device had run dry by its end: never less than what the input really cost.
+                if not in_flight or _ready(in_flight[-1]):
+                    shares.seconds["input"] += time.perf_counter() - asked
                 truncated += host.truncated
                 with tracer.mark(step), self.clock.phase("first_step") if step == start else contextlib.nullcontext():
                     state, window, done = self.step_program(state, window, device_batch)
@@ -301,6 +304,10 @@ class _Run:
                 f"step {int(failed_step)}: {tensor} is not finite; the state before that step is saved, and no later "
                 "step changed it; look at that batch, lower the learning rates, or start anew in another --workdir"
             )
+
+
+def _ready(result: Any) -> bool:
+    return result.is_ready()
 
 
 def _due(step: int, every: int) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,9 +77,9 @@ def train_step(
     nothing is summed over devices but by the psums written here (check_vma is off, so gradients stay local).
 
     Returns:
-      The new state, equal to the old one but for its failed_* fields where a checked value is not finite, and the window
-      with this step's sums added. Third, the step's number: an output that no later step donates, by which the host
-      can see that the step is done.
+      The new state, equal to the old one but for its failed_* fields where a checked value is not finite, and the
+      window with this step's sums added. Third, the step's number: an output that no later step donates, by which the
+      host can see that the step is done.
     """
     mesh, plan = program.mesh, program.plan
     ids, lengths, dense_features, labels, weight = batch
@@ -159,12 +158,18 @@ def _not_finite(
     # The square of a finite gradient may overflow, and g / (sqrt(inf) + eps) = 0 would hide it.
     named |= {f"optimizer state {_path(p)}": bad(s) for p, s in jax.tree_util.tree_leaves_with_path(optimizer)}
     for name, p in proposals.items():
-        named[f"update of embedding {name}"] = bad(p.delta) | jnp.any(jnp.stack([bad(s) for s in p.slots.values()] or [jnp.array(False)]))
+        named[f"update of embedding {name}"] = bad(p.delta) | jnp.any(
+            jnp.stack([bad(s) for s in p.slots.values()] or [jnp.array(False)])
+        )
     return named
 
 
 def _path(path: Any) -> str:
-    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path if getattr(k, "name", "") != "value")
+    return ".".join(
+        str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k))))
+        for k in path
+        if getattr(k, "name", "") != "value"
+    )
 
 
 def checked_tensors(program: Program, state: TrainState) -> list[str]:
@@ -179,13 +184,18 @@ def checked_tensors(program: Program, state: TrainState) -> list[str]:
     # Collected inside: a dict that leaves eval_shape has its keys sorted.
     jax.eval_shape(
         lambda *args: names.extend(_not_finite(*args)),
-        scalar, state.dense, dict.fromkeys(features, scalar), state.dense, state.optimizer, proposals,
+        scalar,
+        state.dense,
+        dict.fromkeys(features, scalar),
+        state.dense,
+        state.optimizer,
+        proposals,
     )
     return names
 
 
-def shard_train_step(program: Program) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window, jax.Array]]:
-    """Returns the jitted step over global arrays; state and window are donated."""
+def shard_train_step(program: Program) -> jax.stages.Wrapped:
+    """Returns the jitted `train_step` over global arrays; state and window are donated."""
     specs = program.state_partitions()
     body = jax.shard_map(
         functools.partial(train_step, program),
@@ -197,8 +207,8 @@ def shard_train_step(program: Program) -> Callable[[TrainState, Window, Batch], 
     return jax.jit(body, donate_argnums=(0, 1))
 
 
-def shard_predict_step(program: Program) -> Callable[[Any, tables_lib.Tables, Batch], jax.Array]:
-    """Returns the jitted prediction over global arrays."""
+def shard_predict_step(program: Program) -> jax.stages.Wrapped:
+    """Returns the jitted `predict_step` over global arrays."""
     specs = program.state_partitions()
     body = jax.shard_map(
         functools.partial(predict_step, program),

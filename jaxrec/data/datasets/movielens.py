@@ -33,8 +33,8 @@ LEVELS = 10  # ratings are 0.5, 1.0, ..., 5.0
 PRIOR_MEAN = 0.5
 PRIOR_COUNT = 5.0
 
-# The dense columns are stored as (value - CENTRE) / SCALE, so that the model's first layer sees values of order 1. These
-# are round constants as well.
+# The dense columns are stored as (value - CENTRE) / SCALE, so that the model's first layer sees values of order 1.
+# These are round constants as well.
 CENTRE = (0.5, 4.5, 0.5, 3.0)
 SCALE = (0.15, 1.2, 0.15, 1.5)
 
