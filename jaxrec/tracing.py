@@ -41,7 +41,10 @@ class StepTracer:
     def before(self, step: int) -> None:
         """Starts the trace where `step` is the first to be traced."""
         if self._steps and not self.active and self._steps[0] <= step < self._steps[1]:
-            jax.profiler.start_trace(self._workdir, create_perfetto_trace=True)
+            options = jax.profiler.ProfileOptions()
+            # Python's call stacks cost the most and bury the step markers and the program's operations.
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(self._workdir, create_perfetto_trace=True, profiler_options=options)
             self.active, self.missed = True, None
 
     def after(self, step: int, result: object) -> str | None:

@@ -47,10 +47,7 @@ def main() -> int:
 def print_summary(summary: dict) -> None:
     """Prints what a reader wants to know of a finished run."""
     for split, metrics in summary["metrics"].items():
-        print(
-            f"{split:<11} "
-            + "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
-        )
+        print(f"{split:<11} " + "  ".join(f"{k} {_number(v)}" for k, v in metrics.items()))
     shares = "  ".join(f"{k} {v:.1%}" for k, v in summary["stage_shares"].items())
     print(
         f"steps       {summary['steps']} (best {summary['best_step']}), {summary['samples_per_second']:,.0f} samples/s"

@@ -227,9 +227,9 @@ class _Run:
                     if step == start:
                         jax.block_until_ready(done)
                         compiled_before = compiles.count
-                in_flight.append(done)
-                if len(in_flight) > IN_FLIGHT:
-                    in_flight.popleft().block_until_ready()
+                    in_flight.append(done)
+                    if len(in_flight) > IN_FLIGHT:
+                        in_flight.popleft().block_until_ready()
                 with shares.doing("trace"):
                     if traced := tracer.after(step, done):
                         self.say(f"trace       {traced}")
