@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -107,10 +108,13 @@ def test_metrics_and_events(run):
         assert [(s.step, pytest.approx(s.value, rel=1e-6)) for s in scalars] == [(x["step"], x[name]) for x in found]
 
 
-def test_events_of_a_resumed_run_have_each_step_once(tiny, tmp_path):
+def test_events_of_a_resumed_run_have_each_step_once(tiny, tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now)  # the name of a file of events holds its second
     for steps in (16, 32):
         train(tiny(f"training.steps={steps}"), quiet(tmp_path))
+    monkeypatch.undo()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [s.step for s in events.Scalars("train/loss")] == [8, 16, 24, 32]
 

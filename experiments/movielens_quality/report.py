@@ -2,54 +2,83 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrec.reporting.record import find
 
 
+def headline(record: Mapping[str, Any]) -> str:
+    """Returns the table and the sentence that README.md shows."""
+    return "\n".join([*_table(record), "", _answer(record)])
+
+
+def _value(record: Mapping[str, Any], name: str, case: str, metric: str) -> float:
+    return find(record, name=name, case=case, metric=metric)["median"]
+
+
+def _samples(record: Mapping[str, Any], case: str, metric: str) -> list[float]:
+    return find(record, name="dlrm", case=case, metric=metric)["samples"]
+
+
+def _interval(record: Mapping[str, Any], metric: str) -> tuple[float, ...]:
+    """Returns the difference of the two models, and its 95 % interval."""
+    return tuple(_value(record, "dlrm - logistic_regression", c, metric) for c in ("difference", "2.5 %", "97.5 %"))
+
+
+def _answer(record: Mapping[str, Any]) -> str:
+    auc, ne = _interval(record, "auc"), _interval(record, "ne")
+    better = auc[0] > 0 and ne[0] < 0
+    certain = auc[1] > 0 and ne[2] < 0
+    verdict = "Yes" if better and certain else "In the mean, but an interval contains 0" if better else "No"
+    resamples = _value(record, "dlrm - logistic_regression", "resamples", "count")
+    return (
+        f"{verdict}. Test AUC {auc[0]:+.4f} (95 % interval {auc[1]:+.4f} to {auc[2]:+.4f}), "
+        f"NE {ne[0]:+.4f} ({ne[1]:+.4f} to {ne[2]:+.4f}): the mean of {len(record['seeds'])} seeds minus the baseline, "
+        f"bootstrapped over users ({resamples:,.0f} paired resamples)."
+    )
+
+
+def _table(record: Mapping[str, Any]) -> list[str]:
+    lr, c = "logistic_regression", _value(record, "logistic_regression", "best by validation NE", "c")
+
+    def model(metric: str) -> str:
+        samples = _samples(record, "test", metric)
+        return f"{sum(samples) / len(samples):.4f} ({min(samples):.4f} to {max(samples):.4f})"
+
+    def baseline(case: str, chosen: str, label: str) -> str:
+        cells = " | ".join(f"{_value(record, lr, case, m):.4f}" for m in ("auc", "ne", "log_loss", "calibration"))
+        return f"| {label} | {cells} | {chosen} |"
+
+    return [
+        "| model | test AUC | test NE | log loss | calibration | chosen by |",
+        "|---|---|---|---|---|---|",
+        f"| DLRM, mean of {len(record['seeds'])} seeds (spread) | "
+        + " | ".join(model(m) for m in ("auc", "ne", "log_loss", "calibration"))
+        + " | step of the best validation NE |",
+        baseline("test", "C of the best validation NE", f"logistic regression, C = {c:g}"),
+        baseline(
+            "test, C by validation AUC", "C of the best validation AUC", "logistic regression, C by validation AUC"
+        ),
+    ]
+
+
 def render(record: Mapping[str, Any]) -> str:
     """Returns report.md."""
     env = record["environment"]
 
-    def value(name: str, case: str, metric: str) -> float:
-        return find(record, name=name, case=case, metric=metric)["median"]
-
-    def samples(case: str, metric: str) -> list[float]:
-        return find(record, name="dlrm", case=case, metric=metric)["samples"]
-
-    def mean(case: str, metric: str) -> float:
-        return sum(samples(case, metric)) / len(samples(case, metric))
-
-    def spread(case: str, metric: str) -> str:
-        return f"{min(samples(case, metric)):.4f} to {max(samples(case, metric)):.4f}"
-
-    lr, difference = "logistic_regression", "dlrm - logistic_regression"
-    interval = {m: tuple(value(difference, c, m) for c in ("difference", "2.5 %", "97.5 %")) for m in ("auc", "ne")}
-    c = value(lr, "best by validation NE", "c")
-    better = interval["auc"][1] > 0 and interval["ne"][2] < 0
-    verdict = "Yes" if better else "Not shown: an interval contains 0"
-    seeds = len(record["seeds"])
+    lr = "logistic_regression"
+    value = functools.partial(_value, record)
+    seconds = _samples(record, "train", "seconds")
     lines = [
         "# MovieLens: the default model beside logistic regression",
         "",
         "**Question.** Is the default DLRM better than logistic regression on exactly the same rows and features?",
         "",
-        f"**Answer.** {verdict}. Test AUC {interval['auc'][0]:+.4f} (95 % interval {interval['auc'][1]:+.4f} to "
-        f"{interval['auc'][2]:+.4f}), NE {interval['ne'][0]:+.4f} ({interval['ne'][1]:+.4f} to {interval['ne'][2]:+.4f}), "
-        f"the mean of {seeds} seeds minus the baseline, bootstrapped over users "
-        f"({value(difference, 'resamples', 'count'):,.0f} paired resamples). Every figure here is **measured**.",
+        f"**Answer.** {_answer(record)} Every figure here is **measured**.",
         "",
-        "| model | test AUC | test NE | log loss | calibration | chosen by |",
-        "|---|---|---|---|---|---|",
-        f"| DLRM, mean of {seeds} seeds (spread) | {mean('test', 'auc'):.4f} ({spread('test', 'auc')}) | "
-        f"{mean('test', 'ne'):.4f} ({spread('test', 'ne')}) | {mean('test', 'log_loss'):.4f} | "
-        f"{mean('test', 'calibration'):.4f} | step of the best validation NE |",
-        f"| logistic regression, C = {c:g} | {value(lr, 'test', 'auc'):.4f} | {value(lr, 'test', 'ne'):.4f} | "
-        f"{value(lr, 'test', 'log_loss'):.4f} | {value(lr, 'test', 'calibration'):.4f} | C of the best validation NE |",
-        f"| logistic regression, C by validation AUC | {value(lr, 'test, C by validation AUC', 'auc'):.4f} | "
-        f"{value(lr, 'test, C by validation AUC', 'ne'):.4f} | {value(lr, 'test, C by validation AUC', 'log_loss'):.4f} | "
-        f"{value(lr, 'test, C by validation AUC', 'calibration'):.4f} | C of the best validation AUC |",
+        *_table(record),
         "",
         "## How to run",
         "",
@@ -73,7 +102,7 @@ def render(record: Mapping[str, Any]) -> str:
             for c in record["cs"]
         ),
         "",
-        f"The model took {min(samples('train', 'seconds')):.0f} to {max(samples('train', 'seconds')):.0f} s a seed, start-up, "
+        f"The model took {min(seconds):.0f} to {max(seconds):.0f} s a seed, start-up, "
         "evaluations and checkpoints included.",
         "",
         "## Environment",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,11 @@ class MetricWriter:
         if path.exists():
             _cut(path, {"train": restored_step, "validation": evaluated_step})
         self._lines = path.open("a")
-        self._events = SummaryWriter(workdir, purge_step=restored_step + 1, max_queue=1000, flush_secs=10)
+        # The suffix: files are named by the second, and a run resumed within it would empty the earlier one's.
+        suffix = f".{time.time_ns()}"
+        self._events = SummaryWriter(
+            workdir, purge_step=restored_step + 1, max_queue=1000, flush_secs=10, filename_suffix=suffix
+        )
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Writes one line and one scalar per value, named `kind/value`; values that are not finite become null."""
