@@ -76,10 +76,6 @@ def check_batch(config: MeshConfig, batch_size: int) -> None:
     )
 
 
-def axis_size(mesh: Mesh, axis: str) -> int:
-    return mesh.shape[axis]
-
-
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, BATCH)
 

@@ -1,6 +1,8 @@
 """Every committed report is what its record renders to, and the README shows what the record says."""
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,14 @@ def test_an_absent_or_foreign_record_is_refused(tmp_path):
     (tmp_path / "record.json").write_text('{"schema_version": 99}')
     with pytest.raises(UserError, match="schema_version 99"):
         record_lib.read(tmp_path)
+
+
+@pytest.mark.parametrize("report", [None, "something else"])
+def test_check_mode_refuses_an_absent_or_other_report(tmp_path, report):
+    (tmp_path / "record.json").write_bytes((ROOT / "reports" / "step_overhead" / "record.json").read_bytes())
+    if report is not None:
+        (tmp_path / "report.md").write_text(report)
+    command = [sys.executable, "-m", "experiments.step_overhead.run", "--mode=check", f"--out={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "report.md is not what" in done.stderr and "Traceback" not in done.stderr

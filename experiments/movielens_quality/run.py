@@ -8,15 +8,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from absl import flags
 
+from experiments import study
 from experiments.movielens_quality.report import render
 from jaxrec import flags as jaxrec_flags
-from jaxrec.checks import UserError, one_of
 from jaxrec.configs import catalogue, overrides
 from jaxrec.reporting import record as record_lib
 
@@ -27,27 +26,18 @@ BOOTSTRAP = 2000
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("mode", "all", "all, measure, render, check (re-rendering changes nothing) or smoke.")
-    flags.DEFINE_string("out", f"reports/{STUDY}", "Folder of record.json and report.md.")
+    study.define_flags(STUDY)
     flags.DEFINE_string("data_dir", jaxrec_flags.cache_dir("data"), "Where prepared data sets are.")
 
 
 def main() -> int:
     """Runs the study; returns the exit status."""
-    mode, out = flags.FLAGS.mode, Path(flags.FLAGS.out)
-    one_of("--mode", mode, ("all", "measure", "render", "check", "smoke"))
-    if mode in ("all", "measure"):
-        record_lib.write(measure(flags.FLAGS.data_dir, SEEDS, CS, BOOTSTRAP, {}), out)
-    if mode == "smoke":
-        with tempfile.TemporaryDirectory() as folder:
-            record = measure(flags.FLAGS.data_dir, (0,), (0.1,), 50, {"training.steps": 50})
-            record_lib.write(record, Path(folder))
-            render(record_lib.read(Path(folder)))
-    if mode in ("all", "render"):
-        (out / "report.md").write_text(render(record_lib.read(out)))
-    if mode == "check" and (out / "report.md").read_text() != render(record_lib.read(out)):
-        raise UserError(f"{out}/report.md is not what {out}/record.json renders to; --mode=render writes it anew")
-    return 0
+    data_dir = flags.FLAGS.data_dir
+    return study.run(
+        measure=lambda: measure(data_dir, SEEDS, CS, BOOTSTRAP, {}),
+        smoke=lambda: measure(data_dir, (0,), (0.1,), 50, {"training.steps": 50}),
+        render=render,
+    )
 
 
 def measure(

@@ -12,16 +12,15 @@ from __future__ import annotations
 import collections
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
 
+from experiments import study
 from experiments.step_overhead.report import render
 from jaxrec import flags as jaxrec_flags
-from jaxrec.checks import UserError, one_of
 from jaxrec.configs import catalogue, overrides
 from jaxrec.data.pipeline import Batches
 from jaxrec.reporting import record as record_lib
@@ -38,8 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("mode", "all", "all, measure, render, check (re-rendering changes nothing) or smoke.")
-    flags.DEFINE_string("out", f"reports/{STUDY}", "Folder of record.json and report.md.")
+    study.define_flags(STUDY)
     flags.DEFINE_integer("repeats", 7, "Alternations of the two loops per case.")
     flags.DEFINE_integer("steps", 600, "Steps of each loop.")
 
@@ -47,19 +45,7 @@ def define_flags() -> None:
 def main() -> int:
     """Runs the study; returns the exit status."""
     values = flags.FLAGS
-    mode, out = values.mode, Path(values.out)
-    one_of("--mode", mode, ("all", "measure", "render", "check", "smoke"))
-    if mode in ("all", "measure"):
-        record_lib.write(measure(values.repeats, values.steps), out)
-    if mode == "smoke":
-        with tempfile.TemporaryDirectory() as folder:
-            record_lib.write(measure(2, 20), Path(folder))
-            render(record_lib.read(Path(folder)))
-    if mode in ("all", "render"):
-        (out / "report.md").write_text(render(record_lib.read(out)))
-    if mode == "check" and (out / "report.md").read_text() != render(record_lib.read(out)):
-        raise UserError(f"{out}/report.md is not what {out}/record.json renders to; --mode=render writes it anew")
-    return 0
+    return study.run(measure=lambda: measure(values.repeats, values.steps), smoke=lambda: measure(2, 20), render=render)
 
 
 def measure(repeats: int, steps: int) -> dict[str, Any]:
