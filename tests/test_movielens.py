@@ -117,7 +117,7 @@ class Oracle:
             "hour": time // 3600 % 24,
             "timestamp": time,
             "position": len(seen),
-            "labels": [float(rating >= 4)],
+            "labels": [float(rating >= least) for least in (4, 3, 3.5, 4.5, 5)],
             "dense": scaled(statistics(seen) + statistics(of_movie)),
             "genres": [self.genres.index(name) for name in genres.split("|")],
             "split": self.split(event),
@@ -339,8 +339,8 @@ def test_later_rows_do_know(ratings):
 def test_batches(dataset):
     batch = Batches(dataset, "train", 256, seed=1)[3].batch
     assert batch.ids.shape == (256, dataset.schema.slots) == (256, 4 + 10 + 50 + 50)
-    assert batch.dense.shape == (256, 4) and batch.labels.shape == (256, 1)
-    assert 0.3 < batch.labels.mean() < 0.8
+    assert batch.dense.shape == (256, 4) and batch.labels.shape == (256, 5)
+    assert 0.3 < batch.labels[:, 0].mean() < 0.8
     assert np.array_equal(batch.lengths[:, 1], batch.lengths[:, 2])  # the two histories
 
 
@@ -381,6 +381,6 @@ def test_incomplete_source_is_refused(tmp_path, ratings, monkeypatch):
 
 
 def test_damaged_folder_is_refused(tmp_path):
-    (tmp_path / "movielens-1.0.0").mkdir()
-    with pytest.raises(UserError, match=r"manifest.json is missing: delete the folder .*movielens-1.0.0 so that"):
+    (tmp_path / "movielens-1.1.0").mkdir()
+    with pytest.raises(UserError, match=r"manifest.json is missing: delete the folder .*movielens-1.1.0 so that"):
         MovielensData().open(str(tmp_path))

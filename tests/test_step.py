@@ -30,6 +30,7 @@ SCHEMA = Schema(
     {"items": 50, "tags": 11},
     ("a", "b", "c"),
     ("click", "like"),
+    ("save", "share", "buy"),
 )
 DATASET = Dataset("test", SCHEMA, {})
 BASE = Config(
@@ -39,7 +40,7 @@ BASE = Config(
     embedding=EmbeddingConfig(dim=4, init_scale=0.1, optimizer=SparseOptimizerConfig(learning_rate=0.05)),
     optimizer=DenseOptimizerConfig("adam", learning_rate=1e-2),
     schedule=ScheduleConfig("linear", warmup_steps=3, decay_steps=30, end_factor=0.1),
-    training=TrainingConfig(batch_size=B, seed=5),
+    training=TrainingConfig(batch_size=B, seed=5, auxiliary_weight=0.7),
 )
 MESHES = ((8, 1), (1, 8), (2, 4))
 
@@ -83,7 +84,7 @@ def batch(k: int) -> Batch:
     weight = rng.choice([1.0, 0.5, 2.0], B).astype(np.float32)
     weight[-3:] = 0
     dense = rng.normal(size=(B, len(SCHEMA.dense))).astype(np.float32)
-    labels = (rng.random((B, 2)) < 0.4).astype(np.float32)
+    labels = (rng.random((B, len(SCHEMA.tasks))) < 0.4).astype(np.float32)
     return Batch(ids, lengths, dense, labels, weight)
 
 
@@ -178,12 +179,13 @@ def test_step_equals_a_plain_program_with_dense_table_gradients(interaction, sha
     def loss_of(dense, tables, data: Batch):
         z = nnx.merge(graphdef, dense)(data.dense, plain_activations(tables, data), None)
         p = jax.nn.sigmoid(z)
-        losses = -(data.labels * jnp.log(p) + (1 - data.labels) * jnp.log(1 - p)).sum(axis=1)
-        return (data.weight * losses).sum() / data.weight.sum()
+        losses = -(data.labels * jnp.log(p) + (1 - data.labels) * jnp.log(1 - p))
+        of_tasks = (data.weight * losses[:, :2].sum(axis=1)).sum() / data.weight.sum()
+        return of_tasks + 0.7 * (data.weight * losses[:, 2:].mean(axis=1)).sum() / data.weight.sum(), of_tasks
 
-    value_and_grad = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))
+    value_and_grad = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
     for k in range(3):
-        loss, (d_dense, d_tables) = value_and_grad(dense, tables, batch(k))
+        (_, loss), (d_dense, d_tables) = value_and_grad(dense, tables, batch(k))
         now = min(1, (k + 1) / 4)  # The warm-up.
         pairs = [
             plain_adagrad(w, g, a, 0.02 * now, eps, by_row=False)
@@ -212,7 +214,7 @@ def test_window_sums_count_the_weighted_tasks():
     state, window, _ = step(state, window, batch(0))
     state, window, _ = step(state, window, batch(1))
     weight = sum(2 * batch(k).weight.sum() for k in (0, 1))
-    label = sum((batch(k).labels * batch(k).weight[:, None]).sum() for k in (0, 1))
+    label = sum((batch(k).labels[:, :2] * batch(k).weight[:, None]).sum() for k in (0, 1))
     np.testing.assert_allclose(window.weight, weight, rtol=1e-6)
     np.testing.assert_allclose(window.label, label, rtol=1e-6)
     assert 0 < float(window.prediction) < weight

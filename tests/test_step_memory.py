@@ -45,7 +45,9 @@ def compiled(sharding: str, sizes: tuple[int, int], rows: int):
     plan = make_plan(specs, schema, sizes[1])
     model = DLRMConfig(bottom_mlp=(DIM,), top_mlp=(4,)).create(schema, DIM, policy("float32"), nnx.Rngs(params=0))
     graphdef, dense = nnx.split(model, nnx.Param)
-    program = Program(graphdef, plan, mesh, DenseOptimizerConfig("sgd"), ScheduleConfig(), 0)
+    program = Program(
+        graphdef, plan, mesh, DenseOptimizerConfig("sgd"), ScheduleConfig(), seed=0, tasks=1, auxiliary_weight=0.0
+    )
 
     def abstract(tree, spec):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree)

@@ -18,11 +18,16 @@ from experiments.movielens_quality.report import render
 from jaxrec import flags as jaxrec_flags
 from jaxrec.configs import catalogue, overrides
 from jaxrec.reporting import record as record_lib
+from jaxrec.training.config import Config
 
 STUDY = "movielens_quality"
 SEEDS = (0, 1, 2)
 CS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+ORDINAL_CS = (0.03, 0.1, 0.3, 1.0)
 BOOTSTRAP = 2000
+
+# The model, and what the auxiliary tasks give it. Both are trained and chosen alike.
+MODELS = {"dlrm": {}, "dlrm without auxiliary tasks": {"training.auxiliary_weight": 0.0}}
 
 
 def define_flags() -> None:
@@ -34,21 +39,54 @@ def main() -> int:
     """Runs the study; returns the exit status."""
     data_dir = flags.FLAGS.data_dir
     return study.run(
-        measure=lambda: measure(data_dir, SEEDS, CS, BOOTSTRAP, {}),
-        smoke=lambda: measure(data_dir, (0,), (0.1,), 50, {"training.steps": 50}),
+        measure=lambda: measure(data_dir, SEEDS, CS, ORDINAL_CS, BOOTSTRAP, {}),
+        smoke=lambda: measure(data_dir, (0,), (0.1,), (0.03,), 50, {"training.steps": 50}),
         render=render,
     )
 
 
 def measure(
-    data_dir: str, seeds: tuple[int, ...], cs: tuple[float, ...], resamples: int, changes: dict[str, Any]
+    data_dir: str,
+    seeds: tuple[int, ...],
+    cs: tuple[float, ...],
+    ordinal_cs: tuple[float, ...],
+    resamples: int,
+    changes: dict[str, Any],
 ) -> dict[str, Any]:
-    """Trains and evaluates both; returns the record."""
-    from jaxrec.training.loop import Options, train
+    """Trains and evaluates all; returns the record."""
+    config = _changed(catalogue.get("dlrm_movielens"), changes)
+    records, test_logits = [], {}
+    for name, own in MODELS.items():
+        rows, test_logits[name] = _model(name, _changed(config, own), data_dir, seeds)
+        records += rows
+    baseline, lr_logits, test = _baseline("logistic_regression", config, data_dir, cs, ordinal=False)
+    records += baseline
+    records += _baseline("ordinal logistic_regression", config, data_dir, ordinal_cs, ordinal=True)[0]
+    records += _bootstrap(test.y[:, 0], test.group, test_logits["dlrm"], lr_logits, resamples)
+    counts = {split: blocks.rows for split, blocks in config.data.open(data_dir).splits.items()}
+    return record_lib.make(
+        STUDY,
+        records,
+        config=config.as_dict(),
+        seeds=list(seeds),
+        rows_per_split=counts,
+        cs=list(cs),
+        ordinal_cs=list(ordinal_cs),
+    )
 
-    config = catalogue.get("dlrm_movielens")
+
+def _changed(config: Config, changes: dict[str, Any]) -> Config:
     for path, value in changes.items():
         config = overrides.replace(config, path, value)
+    return config
+
+
+def _model(
+    name: str, config: Config, data_dir: str, seeds: tuple[int, ...]
+) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    """Trains a config with each seed; returns its rows, and each seed's logits on the test split."""
+    from jaxrec.training.loop import Options, train
+
     rows, test_logits = [], []
     for seed in seeds:
         seeded = overrides.replace(config, "training.seed", seed)
@@ -62,25 +100,18 @@ def measure(
             test_logits.append(_best_test_logits(seeded, workdir, data_dir))
         finally:
             shutil.rmtree(workdir)
-        print(f"seed {seed}: {summary['metrics']['test']}")
+        print(f"{name}, seed {seed}: {summary['metrics']['test']}")
         for split in ("validation", "test"):
             for metric in ("auc", "ne", "log_loss", "calibration", "user_auc"):
-                rows.append(("dlrm", "jax", split, metric, "1", summary["metrics"][split][metric]))
-        rows.append(("dlrm", "jax", "train", "seconds", "s", seconds))
+                rows.append((name, "jax", split, metric, "1", summary["metrics"][split][metric]))
+        rows.append((name, "jax", "train", "seconds", "s", seconds))
     grouped = {}
     for *key, value in rows:
         grouped.setdefault(tuple(key), []).append(value)
-    records = [record_lib.row(*key, samples=samples) for key, samples in grouped.items()]
-    baseline, lr_logits, test = _baseline(config, data_dir, cs)
-    records += baseline
-    records += _bootstrap(test.y, test.group, test_logits, lr_logits, resamples)
-    counts = {split: blocks.rows for split, blocks in config.data.open(data_dir).splits.items()}
-    return record_lib.make(
-        STUDY, records, config=config.as_dict(), seeds=list(seeds), rows_per_split=counts, cs=list(cs)
-    )
+    return [record_lib.row(*key, samples=samples) for key, samples in grouped.items()], test_logits
 
 
-def _best_test_logits(config: Any, workdir: str, data_dir: str) -> np.ndarray:
+def _best_test_logits(config: Config, workdir: str, data_dir: str) -> np.ndarray:
     """Returns the best checkpoint's logits on the test split, in stored order."""
     from jaxrec.training import setup
     from jaxrec.training.checkpoint import Checkpoints
@@ -96,7 +127,9 @@ def _best_test_logits(config: Any, workdir: str, data_dir: str) -> np.ndarray:
     return np.concatenate([logits[host.batch.weight > 0, 0] for logits, host in parts])
 
 
-def _baseline(config: Any, data_dir: str, cs: tuple[float, ...]) -> tuple[list[dict[str, Any]], np.ndarray, Any]:
+def _baseline(
+    name: str, config: Config, data_dir: str, cs: tuple[float, ...], *, ordinal: bool
+) -> tuple[list[dict[str, Any]], np.ndarray, Any]:
     """Fits logistic regression for each C; returns its rows, the best one's test logits, and the test split."""
     from experiments.movielens_quality import logistic_regression as lr
 
@@ -105,22 +138,20 @@ def _baseline(config: Any, data_dir: str, cs: tuple[float, ...]) -> tuple[list[d
     fits, records = {}, []
     for c in cs:
         begin = time.perf_counter()
-        on_validation, on_test = lr.fit(train, [validation, test], len(dataset.schema.dense), c)
+        on_validation, on_test = lr.fit(train, [validation, test], len(dataset.schema.dense), c, ordinal=ordinal)
         seconds = time.perf_counter() - begin
-        scores = _scores(validation.y, on_validation)
-        print(f"logistic regression C={c}: validation AUC {scores['auc']:.4f} NE {scores['ne']:.4f}, {seconds:.0f} s")
+        scores = _scores(validation.y[:, 0], on_validation)
+        print(f"{name} C={c}: validation AUC {scores['auc']:.4f} NE {scores['ne']:.4f}, {seconds:.0f} s")
         fits[c] = (scores, on_test)
         for metric, value in scores.items():
-            records.append(
-                record_lib.row("logistic_regression", "scikit-learn", f"validation C={c}", metric, "1", [value])
-            )
-        records.append(record_lib.row("logistic_regression", "scikit-learn", f"C={c}", "seconds", "s", [seconds]))
+            records.append(record_lib.row(name, "scikit-learn", f"validation C={c}", metric, "1", [value]))
+        records.append(record_lib.row(name, "scikit-learn", f"C={c}", "seconds", "s", [seconds]))
     best = min(fits, key=lambda c: fits[c][0]["ne"])
     best_by_auc = max(fits, key=lambda c: fits[c][0]["auc"])
-    records.append(record_lib.row("logistic_regression", "scikit-learn", "best by validation NE", "c", "1", [best]))
+    records.append(record_lib.row(name, "scikit-learn", "best by validation NE", "c", "1", [best]))
     for case, c in (("test", best), ("test, C by validation AUC", best_by_auc)):
-        for metric, value in _scores(test.y, fits[c][1]).items():
-            records.append(record_lib.row("logistic_regression", "scikit-learn", case, metric, "1", [value]))
+        for metric, value in _scores(test.y[:, 0], fits[c][1]).items():
+            records.append(record_lib.row(name, "scikit-learn", case, metric, "1", [value]))
     return records, fits[best][1], test
 
 

@@ -58,7 +58,7 @@ def empty_rows(n: int, schema: Schema) -> Rows:
         lengths=np.empty((n, sum(f.kind == "bag" for f in stored)), np.int32),
         cut=np.empty(n, np.int32),
         dense=np.empty((n, len(schema.dense)), np.float32),
-        labels=np.empty((n, len(schema.labels)), np.float32),
+        labels=np.empty((n, len(schema.tasks)), np.float32),
         weight=np.empty(n, np.float32),
         group=np.empty(n, np.int32),
         position=np.empty(n, np.int32),
@@ -97,8 +97,8 @@ def pack(block: Block, schema: Schema, where: str, out: Rows) -> None:
         into[:] = array
         _check(array[:, None], (into == array)[:, None], (name,), "column", "int32", where=where)
 
-    out.labels[:] = shaped("labels", "training", len(schema.labels))
-    _check(out.labels, (out.labels == 0) | (out.labels == 1), schema.labels, "label", "0 or 1", where=where)
+    out.labels[:] = shaped("labels", "training", len(schema.tasks))
+    _check(out.labels, (out.labels == 0) | (out.labels == 1), schema.tasks, "label", "0 or 1", where=where)
     if schema.dense:
         with np.errstate(over="ignore"):  # a value beyond float32 becomes inf, which the check reports
             out.dense[:] = shaped("dense", "the model", len(schema.dense))

@@ -65,7 +65,8 @@ class Facts:
       source: Where the rows come from.
       vocabulary: Rows of each embedding table.
       dense: Names of the columns of `dense`.
-      labels: Names of the columns of `labels`.
+      labels: Names of the first columns of `labels`.
+      auxiliary: Names of the others, which are trained on and not evaluated.
       longest: Values of the longest bag that a column may hold, by column.
       block_rows: Rows of every block but a split's last.
     """
@@ -76,6 +77,7 @@ class Facts:
     vocabulary: Mapping[str, int]
     dense: tuple[str, ...]
     labels: tuple[str, ...]
+    auxiliary: tuple[str, ...] = ()
     longest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     block_rows: int = BLOCK_ROWS
 
@@ -210,7 +212,8 @@ def read(folder: Path) -> Prepared:
         raise _broken(path, f"is of format version {format_version} where this jaxrec reads {FORMAT}")
     try:
         facts = Facts(**manifest["facts"])
-        facts = dataclasses.replace(facts, dense=tuple(facts.dense), labels=tuple(facts.labels))
+        lists = {name: tuple(getattr(facts, name)) for name in ("dense", "labels", "auxiliary")}
+        facts = dataclasses.replace(facts, **lists)
         columns = _columns_from(manifest["columns"])
         splits = {
             name: FileBlocks(folder, columns, split, facts.block_rows) for name, split in manifest["splits"].items()

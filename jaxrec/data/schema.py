@@ -1,6 +1,7 @@
 """What a row holds, and the batch that is made of it.
 
-Shape suffixes: B batch, K id slots (the sum of every feature's max_length), N dense columns, T tasks.
+Shape suffixes: B batch, K id slots (the sum of every feature's max_length), N dense columns, T tasks, the auxiliary
+ones included.
 """
 
 from __future__ import annotations
@@ -64,12 +65,14 @@ class Schema:
       vocabulary: Rows of each embedding table by name; valid ids are 0 <= id < rows.
       dense: Names of the dense columns, in order.
       labels: Names of the tasks, in order.
+      auxiliary: Names of further tasks, which are trained on and not evaluated; their labels follow the others'.
     """
 
     features: tuple[FeatureSpec, ...]
     vocabulary: Mapping[str, int]
     dense: tuple[str, ...]
     labels: tuple[str, ...]
+    auxiliary: tuple[str, ...] = ()
 
     def __post_init__(self):
         names = [f.name for f in self.features]
@@ -81,6 +84,11 @@ class Schema:
     def bags(self) -> tuple[FeatureSpec, ...]:
         """The features whose length varies, in the order of `Batch.lengths`' columns."""
         return tuple(f for f in self.features if f.kind != "categorical")
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The columns of `Batch.labels`."""
+        return self.labels + self.auxiliary
 
     @property
     def slots(self) -> int:

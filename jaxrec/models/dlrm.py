@@ -95,7 +95,7 @@ class DLRM(nnx.Module):
             self.cross = CrossNetwork(width, config.cross_layers, config.cross_rank, policy, rngs)
         self.top_mlp = MLP(
             width,
-            (*config.top_mlp, len(schema.labels)),
+            (*config.top_mlp, len(schema.tasks)),
             policy,
             rngs,
             activate_last=False,

@@ -35,7 +35,17 @@ def build_program(config: Config, dataset: Dataset, *, for_training: bool = True
     rngs = nnx.Rngs(params=config.training.seed)
     model = config.model.create(schema, config.embedding.dim, policy(config.precision), rngs)
     graphdef, dense = nnx.split(model, nnx.Param)
-    return Program(graphdef, plan, mesh, config.optimizer, config.schedule, config.training.seed), dense
+    program = Program(
+        graphdef=graphdef,
+        plan=plan,
+        mesh=mesh,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        seed=config.training.seed,
+        tasks=len(schema.labels),
+        auxiliary_weight=config.training.auxiliary_weight,
+    )
+    return program, dense
 
 
 def initial_state(program: Program, dense: Any) -> TrainState:
@@ -67,7 +77,7 @@ def batch_shapes(dataset: Dataset, batch_size: int, program: Program) -> Batch:
         ids=(batch_size, schema.slots),  # pyright: ignore[reportArgumentType]
         lengths=(batch_size, len(schema.bags)),  # pyright: ignore[reportArgumentType]
         dense=(batch_size, len(schema.dense)),  # pyright: ignore[reportArgumentType]
-        labels=(batch_size, len(schema.labels)),  # pyright: ignore[reportArgumentType]
+        labels=(batch_size, len(schema.tasks)),  # pyright: ignore[reportArgumentType]
         weight=(batch_size,),  # pyright: ignore[reportArgumentType]
     )
     sharding = mesh_lib.batch_sharding(program.mesh)

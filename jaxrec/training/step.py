@@ -41,6 +41,8 @@ class Program:
       optimizer: Of the dense parameters.
       schedule: Multiplies every learning rate.
       seed: For dropout.
+      tasks: How many of the labels' columns, the first, are tasks of their own; the rest are auxiliary.
+      auxiliary_weight: See `TrainingConfig`.
     """
 
     graphdef: Any
@@ -49,6 +51,8 @@ class Program:
     optimizer: DenseOptimizerConfig
     schedule: ScheduleConfig
     seed: int
+    tasks: int
+    auxiliary_weight: float
 
     def state_partitions(self) -> TrainState:
         """A PartitionSpec for every array (a prefix of the state's tree)."""
@@ -72,16 +76,17 @@ def train_step(
 ) -> tuple[TrainState, Window, jax.Array]:
     """One update, seen from one device.
 
-    The loss is the weighted mean over the global batch of the tasks' sum; gradients are divided by the global weight
-    once. The window's sums and weight run over rows and tasks, so that its loss is a mean over both. Inside,
-    nothing is summed over devices but by the psums written here (check_vma is off, so gradients stay local).
+    The loss is the weighted mean over the global batch of the tasks' sum, to which the auxiliary tasks add
+    `auxiliary_weight` times their mean; gradients are divided by the global weight once. The window's sums and weight
+    run over rows and tasks without the auxiliary ones, so that its loss is a mean over both. Inside, nothing is summed
+    over devices but by the psums written here (check_vma is off, so gradients stay local).
 
     Returns:
       The new state, equal to the old one but for its failed_* fields where a checked value is not finite, and the
       window with this step's sums added. Third, the step's number: an output that no later step donates, by which the
       host can see that the step is done.
     """
-    mesh, plan = program.mesh, program.plan
+    mesh, plan, tasks = program.mesh, program.plan, program.tasks
     ids, lengths, dense_features, labels, weight = batch
     with jax.named_scope("embedding_lookup"):
         activations, routes = tables_lib.look_up(plan, state.tables, ids, lengths)
@@ -90,19 +95,26 @@ def train_step(
         model = nnx.merge(program.graphdef, dense)
         logits = model(dense_features, activations, _dropout_source(program, state.step, ids.shape[0]))
         with jax.named_scope("loss"):
-            losses = binary_cross_entropy(logits, labels).sum(axis=1)  # [B]
-            return jnp.sum(weight * losses), logits
+            losses_BT = binary_cross_entropy(logits, labels)
+            loss = jnp.sum(weight * losses_BT[:, :tasks].sum(axis=1))
+            objective = loss
+            if labels.shape[1] > tasks:
+                objective += program.auxiliary_weight * jnp.sum(weight * losses_BT[:, tasks:].mean(axis=1))
+            return objective, (loss, logits[:, :tasks])
 
-    (loss, logits), (d_dense, d_activations) = jax.value_and_grad(loss_sum, argnums=(0, 1), has_aux=True)(
+    (objective, (loss, logits)), (d_dense, d_activations) = jax.value_and_grad(loss_sum, argnums=(0, 1), has_aux=True)(
         state.dense, activations
     )
     with jax.named_scope("gradient_sum"):
-        weight_BT = jnp.broadcast_to(weight[:, None], labels.shape)
+        weight_BT = jnp.broadcast_to(weight[:, None], logits.shape)
         sums = Window(
-            loss, jnp.sum(weight_BT * jax.nn.sigmoid(logits)), jnp.sum(weight_BT * labels), jnp.sum(weight_BT)
+            loss,
+            jnp.sum(weight_BT * jax.nn.sigmoid(logits)),
+            jnp.sum(weight_BT * labels[:, :tasks]),
+            jnp.sum(weight_BT),
         )
-        d_dense, sums = psum((d_dense, sums), mesh)
-        scale = labels.shape[1] / jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
+        d_dense, sums, objective = psum((d_dense, sums, objective), mesh)
+        scale = tasks / jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
         d_dense, d_activations = jax.tree.map(lambda g: g * scale, (d_dense, d_activations))
     with jax.named_scope("dense_update"):
         rate = factor(program.schedule, state.step)
@@ -114,7 +126,7 @@ def train_step(
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         proposals = tables_lib.propose(plan, state.tables, routes, d_activations, lengths, rate, sizes)
     with jax.named_scope("finite_check"):
-        bad = jnp.stack(list(_not_finite(sums.loss, d_dense, d_activations, dense, optimizer, proposals).values()))
+        bad = jnp.stack(list(_not_finite(objective, d_dense, d_activations, dense, optimizer, proposals).values()))
         bad = jax.lax.pmax(bad, AXES) if mesh.size > 1 else bad
         failed_before = state.failed_step >= 0
         ok = ~failed_before & ~jnp.any(bad)

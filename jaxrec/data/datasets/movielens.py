@@ -1,5 +1,7 @@
 """MovieLens: will a user rate a movie 4 or more?
 
+That is the task; whether the rating reaches 3, 3.5, 4.5 or 5 are auxiliary tasks, which only training sees.
+
 Every row knows only what was known before it: its history and its statistics are taken from the training split's
 events of a strictly earlier second. 32 % of the ratings share their second with another of the same user, so equal
 seconds are one moment.
@@ -22,10 +24,12 @@ from jaxrec.data.schema import COMBINERS, Dataset, FeatureSpec, Schema
 from jaxrec.data.timelines import Timelines
 
 NAME = "movielens"
-VERSION = "1.0.0"
+VERSION = "1.1.0"
 SPLITS = ("train", "validation", "test")
 DENSE = ("user_mean", "user_log_count", "movie_mean", "movie_log_count")
 LIKED = 4.0
+# The auxiliary tasks: was the rating at least so high? Beside LIKED they order the stars below and above it.
+THRESHOLDS = (3.0, 3.5, 4.5, 5.0)
 LEVELS = 10  # ratings are 0.5, 1.0, ..., 5.0
 
 # A running mean starts at PRIOR_MEAN and weighs it like PRIOR_COUNT labels. They are constants, not computed from the
@@ -80,7 +84,7 @@ class MovielensData:
                     "history_rating", "history", "rating", self.history_combiner, self.history, column="rating"
                 ),
             ]
-        schema = Schema(tuple(features), facts.vocabulary, facts.dense, facts.labels)
+        schema = Schema(tuple(features), facts.vocabulary, facts.dense, facts.labels, facts.auxiliary)
         return Dataset(facts.name, schema, prepared.splits, prepared.timelines)
 
 
@@ -147,7 +151,8 @@ def build(ratings: Ratings) -> Built:
     # The order of time; ties by user and movie, so that it depends neither on the source's order nor on ratings.
     order = np.lexsort((movie, user, time))
     user, movie, time, levels = user[order], movie[order], time[order], levels[order]
-    liked = levels + 1 >= 2 * LIKED
+    reached = levels[:, None] + 1 >= 2 * np.array([LIKED, *THRESHOLDS])  # [E, T]
+    liked = reached[:, 0]
     split = _split(user, time)
     train = np.flatnonzero(split == 0)
     user_count, user_liked = _earlier(user, time, user[train], time[train], liked[train])
@@ -168,7 +173,7 @@ def build(ratings: Ratings) -> Built:
         "year": year[movie].astype(np.int32),
         "hour": (time // 3600 % 24).astype(np.int32),
         "dense": ((np.stack(dense, axis=1) - CENTRE) / SCALE).astype(np.float32),
-        "labels": liked[:, None].astype(np.float32),
+        "labels": reached.astype(np.float32),
         "timestamp": time,
         # Training events of a strictly earlier second come first in the user's timeline.
         "position": user_count.astype(np.int32),
@@ -253,6 +258,7 @@ def _prepare(folder: Path) -> None:
         vocabulary=built.vocabulary,
         dense=DENSE,
         labels=("liked",),
+        auxiliary=tuple(f"rating_{threshold}" for threshold in THRESHOLDS),
         longest={"genres": built.longest},
     )
     splits = {name: counted(ArrayBlocks(columns, facts.block_rows)) for name, columns in built.splits.items()}
