@@ -341,7 +341,7 @@ def test_bfloat16_keeps_float32_state_and_changes_little():
         config = dataclasses.replace(on(BASE, "row", (2, 4)), precision=precision)
         program, state, window, step = start(config)
         first = shard_predict_step(program)(state.dense, state.tables, batch(0))
-        assert first.dtype == jnp.float32 and first.shape == (B, 2)
+        assert first.dtype == jnp.float32 and first.shape == (B, len(SCHEMA.tasks))
         logits[precision] = np.asarray(first)
         for k in range(3):
             state, window, _ = step(state, window, batch(k))

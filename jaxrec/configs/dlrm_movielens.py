@@ -6,7 +6,7 @@ About half a minute on 2 CPU cores. `reports/movielens_quality` has the AUC and 
 logistic regression.
 
 Beside the task, whether the rating reaches 3, 3.5, 4.5 or 5 is trained on (`training.auxiliary_weight`): it tells the
-shared layers more of each rating than its label does, and makes most of the lead. Embeddings are memorised from the
+shared layers more of each rating than its label does, and widens the lead. Embeddings are memorised from the
 third epoch on, so the best step is near the end of the second. The table updates are close to SGD's: the accumulator
 starts well above the first gradients' squares, so that a rare movie's first rating does not move its row by the whole
 learning rate.

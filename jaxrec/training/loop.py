@@ -250,6 +250,9 @@ class _Run:
             with shares.doing("trace"):
                 if traced := tracer.stop(state):
                     self.say(f"trace       {traced}")
+            if step < config.steps and not stop.signal:
+                best = f"step {progress.best_step}'s"
+                self.say(f"stopped     early: {progress.worse} evaluations without a better NE than {best}")
             if tracer.missed:
                 first, end = tracer.missed
                 self.say(
