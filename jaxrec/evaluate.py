@@ -38,7 +38,7 @@ def main() -> int:
         config = overrides.replace(config, "embedding.sharding", flag_values.embedding_sharding)
     dataset = config.data.open(flag_values.data_dir)
     one_of("--split", flag_values.split, tuple(dataset.splits))
-    program, dense = setup.build_program(config, dataset, for_training=False)
+    program, dense = setup.build_program(config, dataset)
     checkpoints = Checkpoints(flag_values.workdir, config.training.keep_last, for_training=False)
     steps = checkpoints.steps
     require(bool(steps), f"--workdir={flag_values.workdir} holds no checkpoint yet")

@@ -27,7 +27,11 @@ def define_common() -> None:
     flags.DEFINE_string("workdir", None, "Folder of the run: config, metrics, TensorBoard events, checkpoints, traces.")
     flags.DEFINE_string("data_dir", cache_dir("data"), "Where prepared data sets are, and are prepared where absent.")
     flags.DEFINE_string("mesh", None, "Device mesh, such as data:2,model:4 (an axis left out is 1).")
-    flags.DEFINE_string("embedding_sharding", None, "How tables are spread over the mesh: replicated or row.")
+    flags.DEFINE_string(
+        "embedding_sharding",
+        None,
+        "How tables are spread: replicated, row, row_cyclic, table, column, auto.",
+    )
     flags.DEFINE_integer("simulate_cpu_devices", 0, "Simulate this many CPU devices; correctness only, not speed.")
     flags.DEFINE_string("compile_cache", cache_dir("compile"), "Persistent compile cache; 'off' for none.")
 
@@ -39,6 +43,7 @@ def define_train() -> None:
     flags.DEFINE_multi_string("set", [], "path=value: sets any field of the config; may be repeated.")
     flags.DEFINE_string("precision", None, "Compute type of the dense part: float32 or bfloat16.")
     flags.DEFINE_string("dense_sharding", "replicated", "How dense parameters are spread: replicated.")
+    flags.DEFINE_float("capacity_margin", None, "Room of an exchange over the rows measured; 0: for the worst case.")
     flags.DEFINE_integer("steps", None, "Updates in all.")
     flags.DEFINE_integer("batch_size", None, "Rows of a global batch.")
     flags.DEFINE_integer("seed", None, "Seed of initial weights, batch order and dropout.")
@@ -47,6 +52,7 @@ def define_train() -> None:
     flags.DEFINE_integer("checkpoint_every", None, "Steps between checkpoints; 0: best and last only.")
     flags.DEFINE_integer("keep_last", None, "Checkpoints kept besides the best.")
     flags.DEFINE_integer("patience", None, "Evaluations without a better NE before stopping; 0: never.")
+    flags.DEFINE_string("plan", None, "explain: print placement, memory and exchanged bytes of the tables, and end.")
     flags.DEFINE_string("profile_steps", "", "Steps to trace, a:b, half-open.")
     flags.DEFINE_string("resume", "auto", "auto continues a matching run or starts one; must; never.")
 
@@ -98,6 +104,7 @@ def resolve_config() -> Any:
         "precision": FLAGS.precision,
         "mesh": None if FLAGS.mesh is None else mesh.parse(FLAGS.mesh),
         "embedding.sharding": FLAGS.embedding_sharding,
+        "embedding.capacity_margin": FLAGS.capacity_margin,
     }
     for name in ("steps", "batch_size", "seed", "log_every", "eval_every", "checkpoint_every", "keep_last", "patience"):
         values[f"training.{name}"] = FLAGS[name].value

@@ -11,7 +11,7 @@ _BEGIN = time.perf_counter()
 from absl import flags  # noqa: E402
 
 from jaxrec import flags as jaxrec_flags  # noqa: E402
-from jaxrec.checks import require  # noqa: E402
+from jaxrec.checks import one_of, require  # noqa: E402
 
 
 def main() -> int:
@@ -22,10 +22,12 @@ def main() -> int:
     if flag_values.config == "help":
         print("\n".join(catalogue.help_lines()))
         return 0
+    if flag_values.plan is not None:
+        return explain_plan(flag_values.plan, flag_values.data_dir)
     require(bool(flag_values.workdir), "--workdir is not given, but must be the folder of the run")
     from jaxrec import tracing
     from jaxrec.startup import PhaseClock, seconds_since_process_start
-    from jaxrec.training.loop import Options, StepNotFinite, train
+    from jaxrec.training.loop import Options, StepRefused, train
 
     config = jaxrec_flags.resolve_config()
     profile_steps = tracing.parse_steps(flag_values.profile_steps)
@@ -36,12 +38,31 @@ def main() -> int:
     options = Options(flag_values.workdir, flag_values.data_dir, flag_values.resume, profile_steps)
     try:
         summary, status = train(config, options, clock)
-    except StepNotFinite as e:
+    except StepRefused as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     if status == 0:
         print_summary(summary)
     return status
+
+
+def explain_plan(what: str, data_dir: str) -> int:
+    """Prints the layout of the tables and what it costs, without training; returns the exit status."""
+    one_of("--plan", what, ("explain",))
+    from jaxrec import mesh
+    from jaxrec.data.pipeline import Batches
+    from jaxrec.embeddings.explain import explain
+    from jaxrec.training.setup import measure_capacities, plan_tables
+
+    config = jaxrec_flags.resolve_config()
+    mesh.check_batch(config.mesh, config.training.batch_size)
+    dataset = config.data.open(data_dir)
+    plan, reasons = plan_tables(config, dataset.schema)
+    batches = Batches(dataset, "train", config.training.batch_size, seed=config.training.seed)
+    sizes = {"data": config.mesh.data, "model": config.mesh.model}
+    capacities = measure_capacities(config, plan, batches)
+    print("\n".join(explain(plan, reasons, config.training.batch_size, sizes, capacities)))
+    return 0
 
 
 def print_summary(summary: dict) -> None:

@@ -127,7 +127,8 @@ def test_from_dict_refuses_other_fields():
 def test_identity_holds_all_but_what_may_change():
     free = {"training.steps", "training.log_every", "training.eval_every", "training.checkpoint_every",
             "training.keep_last", "training.patience", "training.eval_batch_size", "training.auc_row_budget",
-            "mesh.data", "mesh.model", "embedding.sharding", "name"}  # fmt: skip
+            "mesh.data", "mesh.model", "embedding.sharding",
+            "embedding.capacity_margin", "name"}  # fmt: skip
     other = {
         "optimizer.name": "sgd", "embedding.optimizer.name": "sgd", "model.interaction": "cross", "name": "another",
         "data.combiner": "sum", "data.ids": "uniform", "data.labels": "bernoulli", "schedule.name": "linear",

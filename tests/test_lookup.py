@@ -13,12 +13,12 @@ from jaxrec.data.schema import FeatureSpec, Schema
 from jaxrec.embeddings import lookup
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.plan import make_plan
-from jaxrec.embeddings.spec import EmbeddingConfig, TableSpec
+from jaxrec.embeddings.spec import SHARDINGS, EmbeddingConfig, TableSpec
 from jaxrec.optim.sparse import SparseOptimizerConfig
 
 B = 16
 ROWS = {"items": 37, "users": 5, "tags": 10, "wide": 7}
-DIM = {"items": 4, "users": 4, "tags": 4, "wide": 3}
+DIM = {"items": 8, "users": 8, "tags": 8, "wide": 16}
 # Features of one shape do not stand together, so that a group's columns are not a range.
 FEATURES = (
     FeatureSpec("watched", "categorical", "items"),
@@ -34,7 +34,7 @@ SCHEMA = Schema(FEATURES, ROWS, (), ("label",))
 MESHES = ((1, 1), (1, 2), (2, 1), (8, 1), (1, 8), (2, 4))
 
 over_meshes = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}model{m[1]}")
-over_strategies = pytest.mark.parametrize("sharding", ["replicated", "row"])
+over_strategies = pytest.mark.parametrize("sharding", SHARDINGS)
 
 
 def plan_of(sharding: str, model: int, optimizer: str = "sgd"):
@@ -89,11 +89,11 @@ def test_lookup_equals_a_loop(sharding, mesh):
     plan, device_mesh = plan_of(sharding, mesh[1]), mesh_lib.create(mesh_lib.MeshConfig(*mesh))
     tables = {}
     for g in plan.groups:
-        array = tables_lib.put(g.from_logical(weights(), 0.0), device_mesh, g.partition)
+        array = tables_lib.put(g.from_logical(weights(), 0.0), device_mesh, g.partition(True))
         tables[g.name] = tables_lib.Table(array, {}, jnp.zeros(g.array_rows, jnp.int32))
     look_up = jax.jit(
         jax.shard_map(
-            lambda tables, ids, lengths: tables_lib.look_up(plan, tables, ids, lengths)[0],
+            lambda tables, ids, lengths: tables_lib.look_up(plan, tables, ids, lengths, dict(device_mesh.shape))[0],
             mesh=device_mesh,
             in_specs=(tables_lib.partitions(plan), mesh_lib.BATCH, mesh_lib.BATCH),
             out_specs=mesh_lib.BATCH,
@@ -115,7 +115,7 @@ def test_spread_is_the_transpose_of_pool():
     for group in plan_of("row", 2).groups:
         slots = len(group.columns)
         # Slots past a bag's length always hold zeros, and what `spread` puts there is never applied.
-        rows = np.asarray(lookup.rows_of_slots(group, batch()[0], lengths))
+        rows = np.asarray(lookup.places_of_slots(group, batch()[0], lengths))
         used = (rows != group.sentinel)[..., None]
         vectors = jnp.asarray(rng.normal(size=(B, slots, group.dim)) * used, jnp.float32)
         pooled, transpose = jax.vjp(lambda v, g=group: lookup.pool(g, v, lengths), vectors)
@@ -127,7 +127,7 @@ def test_spread_is_the_transpose_of_pool():
 
 def test_initial_tables_are_the_same_on_every_mesh_and_sharding():
     first = None
-    for sharding in ("replicated", "row"):
+    for sharding in SHARDINGS:
         for sizes in MESHES:
             plan = plan_of(sharding, sizes[1], "adagrad")
             mesh = mesh_lib.create(mesh_lib.MeshConfig(*sizes))
@@ -173,12 +173,35 @@ def test_logical_arrays_survive_the_layout(shards, trailing):
             assert (shard[: len(own)] == own).all() and (shard[len(own) :] == 7.0).all()
 
 
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@over_strategies
+def test_every_row_has_a_place_of_its_own(sharding, shards):
+    for group in plan_of(sharding, shards).groups:
+        rows = np.concatenate(
+            [offset + np.arange(t.rows) for offset, t in zip(group.offsets, group.tables, strict=True)]
+        )
+        places = group.place(rows.astype(np.int32))
+        assert len(np.unique(places)) == group.rows
+        assert places.min() >= 0 and places.max() < group.sentinel
+        np.testing.assert_array_equal(group.unplace(places), rows)
+        np.testing.assert_array_equal(group.place(jnp.asarray(rows, jnp.int32)), places)
+        tables = {t.name: np.arange(t.rows, dtype=np.float32) for t in group.tables}
+        back = group.to_logical(group.from_logical(tables, fill=-1.0))
+        assert all(back[name].tobytes() == value.tobytes() for name, value in tables.items())
+        if sharding == "table":  # A table lies on one shard.
+            assert all(len(np.unique(group.place(o) // group.shard_rows)) == 1 for o in group.offsets)
+            assert group.shard_rows == max(t.rows for t in group.tables) or shards == 1
+        if sharding == "row_cyclic":  # Neighbours are dealt out: a run of as many rows as shards has one on each.
+            owners = places[: len(places) // shards * shards].reshape(-1, shards) // group.shard_rows
+            assert (np.sort(owners, axis=1) == np.arange(shards)).all()
+
+
 def test_groups_share_what_their_tables_share():
     plan = plan_of("row", 2)
     assert [tuple(t.name for t in g.tables) for g in plan.groups] == [("items", "users", "tags"), ("wide",)]
     assert plan.groups[0].shards == 2 and plan_of("replicated", 2).groups[0].shards == 1
     assert plan.groups[0].shard_rows == 26 and plan.groups[0].array_rows == 54
-    assert "52 rows x 4, rows over 2 shards" in plan.describe()[0]
+    assert "rows over 2 devices of model" in plan.describe()[0]
     with pytest.raises(UserError, match=r"2\^31"):
         schema = Schema((FeatureSpec("a", "categorical", "a"),), {"a": 2**31}, (), ("label",))
-        make_plan([EmbeddingConfig().table("a", 2**31)], schema, 1)
+        make_plan([EmbeddingConfig().table("a", 2**31, "replicated")], schema, 1)

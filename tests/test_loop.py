@@ -26,7 +26,7 @@ from jaxrec.data.schema import Dataset
 from jaxrec.startup import PHASES, CompileCounter
 from jaxrec.training import loop, setup
 from jaxrec.training.evaluation import Evaluator
-from jaxrec.training.loop import Options, StepNotFinite, train
+from jaxrec.training.loop import Options, StepRefused, train
 from jaxrec.training.step import Program
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -173,7 +173,7 @@ def test_a_step_that_is_not_finite_stops_the_run(tiny, tmp_path):
     batches = Batches(config.data.open(""), "train", 100, seed=3)
     (failing,) = [k for k in range(40) if np.abs(batches[k].batch.dense).max() > 1e38]
     assert 1 < failing < 39
-    with pytest.raises(StepNotFinite, match=rf"^step {failing}: (loss|gradient of .*|update of .*) is not finite"):
+    with pytest.raises(StepRefused, match=rf"^step {failing}: (loss|gradient of .*|update of .*) is not finite"):
         train(config, quiet(tmp_path / "run"))
     assert steps_of(tmp_path / "run")[-1] == failing
     assert progress_of(tmp_path / "run", config, failing).batches == failing
@@ -183,7 +183,7 @@ def test_a_step_that_is_not_finite_stops_the_run(tiny, tmp_path):
     train(limited, quiet(tmp_path / "before"))
     for name, array in arrays_of(tmp_path / "before", config, failing).items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)
-    with pytest.raises(StepNotFinite, match=f"^step {failing}: "):
+    with pytest.raises(StepRefused, match=f"^step {failing}: "):
         train(config, quiet(tmp_path / "run"))
 
 
@@ -193,7 +193,7 @@ def test_a_failed_state_is_neither_evaluated_nor_saved_as_a_later_step(tiny, tmp
     )
     batches = Batches(config.data.open(""), "train", 100, seed=3)
     (failing,) = [k for k in range(40) if np.abs(batches[k].batch.dense).max() > 1e38]
-    with pytest.raises(StepNotFinite, match=f"^step {failing}: "):
+    with pytest.raises(StepRefused, match=f"^step {failing}: "):
         train(config, quiet(tmp_path))
     assert all(line["step"] <= failing for line in lines(tmp_path))
     progress = progress_of(tmp_path, config, failing)

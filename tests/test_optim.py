@@ -17,6 +17,10 @@ from jaxrec.optim.sparse import SparseOptimizerConfig, row_rule
 U, D, STEPS = 6, 5, 5
 
 
+def row_mean(values):
+    return values.mean(axis=-1)
+
+
 def gradients(*shape):
     rng = np.random.default_rng(0)
     return (rng.normal(size=(STEPS, *shape)) * 10.0 ** rng.uniform(-3, 1, (STEPS, *shape))).astype(np.float32)
@@ -60,7 +64,7 @@ def test_row_rules_equal_a_loop(name, eps, initial):
     weights = jnp.ones((U, D))
     slots = {s: jnp.full((U, D) if per_column else U, rule.initial) for s, per_column in rule.slots.items()}
     for g in gradients(U, D):
-        delta, slots = rule.update(jnp.asarray(g), slots, jnp.float32(0.05))
+        delta, slots = rule.update(jnp.asarray(g), slots, jnp.float32(0.05), row_mean)
         weights = weights + delta
     expected, accumulator = row_loop(name, eps, initial, 0.05, gradients(U, D))
     np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-6)
@@ -75,7 +79,7 @@ def test_a_zero_gradient_leaves_a_row_unchanged(name, eps, initial):
     rule = row_rule(SparseOptimizerConfig(name, eps=eps, initial_accumulator=initial))
     for start in {rule.initial, 2.0}:
         slots = {s: jnp.full((U, D) if c else U, start, jnp.float32) for s, c in rule.slots.items()}
-        delta, new = rule.update(jnp.zeros((U, D)), slots, jnp.float32(0.5))
+        delta, new = rule.update(jnp.zeros((U, D)), slots, jnp.float32(0.5), row_mean)
         assert (np.asarray(delta) == 0).all()
         for s, value in slots.items():
             np.testing.assert_array_equal(new[s], value)
@@ -84,7 +88,7 @@ def test_a_zero_gradient_leaves_a_row_unchanged(name, eps, initial):
 def test_a_column_without_gradient_stays_where_its_row_moves():
     rule = row_rule(SparseOptimizerConfig("adagrad", eps=0.0))
     g = jnp.asarray([[1.0, 0.0]])
-    delta, _ = rule.update(g, {"accumulator": jnp.zeros((1, 2))}, jnp.float32(1.0))
+    delta, _ = rule.update(g, {"accumulator": jnp.zeros((1, 2))}, jnp.float32(1.0), row_mean)
     np.testing.assert_array_equal(delta, [[-1.0, 0.0]])
     updates, _ = scale_by_adagrad(0.0, 0.0).update(g, scale_by_adagrad(0.0, 0.0).init(g))
     np.testing.assert_array_equal(updates, [[1.0, 0.0]])

@@ -20,7 +20,7 @@ from jaxrec.embeddings.spec import TableSpec
 from jaxrec.optim.sparse import SparseOptimizerConfig
 
 EPS = float(np.finfo(np.float32).eps)
-B, D, L = 16, 4, 4
+B, D, L = 16, 8, 4
 ROWS = {"items": 37, "tags": 10}
 STEPS = 3
 RATE = 0.25  # The schedule's factor, as the learning rates below exact in float32.
@@ -35,7 +35,7 @@ FEATURES = {"watched": "items", "history": "items", "tags": "tags"}
 MESHES = ((1, 1), (1, 2), (2, 1), (8, 1), (1, 8), (2, 4))
 
 pytestmark = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}model{m[1]}")
-over_strategies = pytest.mark.parametrize("sharding", ["replicated", "row"])
+over_strategies = pytest.mark.parametrize("sharding", ["replicated", "row", "row_cyclic", "table", "column"])
 over_combiners = pytest.mark.parametrize("combiner", ["sum", "mean", "none"])
 over_optimizers = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 
@@ -141,7 +141,7 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
     partitions = tables_lib.partitions(plan)
 
     def body(tables, ids, lengths, gradients, rate, ok):
-        _, routes = tables_lib.look_up(plan, tables, ids, lengths)
+        _, routes = tables_lib.look_up(plan, tables, ids, lengths, sizes)
         proposals = tables_lib.propose(plan, tables, routes, gradients, lengths, rate, sizes)
         return tables_lib.commit(plan, tables, proposals, ok)
 
@@ -166,7 +166,7 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
                 for name, per_column in g.rule.slots.items()
             }
             table = tables_lib.Table(g.from_logical(draw, 0.0), slots, garbage)
-            tables[g.name] = jax.tree.map(lambda a, g=g: tables_lib.put(a, mesh, g.partition), table)
+            tables[g.name] = jax.tree.map(lambda a, p: tables_lib.put(a, mesh, p), table, partitions[g.name])
         return tables
 
     def logical(tables):
@@ -254,9 +254,10 @@ def test_replicas_are_identical_and_sentinels_untouched(sharding, combiner, mesh
                 copies = {}
                 for shard in array.addressable_shards:
                     copies.setdefault(str(shard.index), []).append(np.asarray(shard.data))
-                assert len(copies) == group.shards
+                different = group.shards * (group.column_shards if array.ndim == 2 else 1)
+                assert len(copies) == different
                 for first, *others in copies.values():
-                    assert len(others) + 1 == mesh[0] * mesh[1] // group.shards
+                    assert len(others) + 1 == mesh[0] * mesh[1] // different
                     for other in others:
                         assert first.tobytes() == other.tobytes()
                     assert (first[-1] == initial).all()

@@ -18,7 +18,7 @@ from jaxrec.optim.schedule import ScheduleConfig
 from jaxrec.optim.sparse import SparseOptimizerConfig
 from jaxrec.training import setup
 from jaxrec.training.config import Config, TrainingConfig
-from jaxrec.training.step import checked_tensors, shard_predict_step, shard_train_step
+from jaxrec.training.step import checks, shard_predict_step, shard_train_step
 
 B, STEPS = 32, 20
 SCHEMA = Schema(
@@ -36,8 +36,8 @@ DATASET = Dataset("test", SCHEMA, {})
 BASE = Config(
     name="test",
     data=None,  # pyright: ignore[reportArgumentType]
-    model=DLRMConfig(bottom_mlp=(8, 4), top_mlp=(8,), dropout=0.25),
-    embedding=EmbeddingConfig(dim=4, init_scale=0.1, optimizer=SparseOptimizerConfig(learning_rate=0.05)),
+    model=DLRMConfig(bottom_mlp=(8, 8), top_mlp=(8,), dropout=0.25),
+    embedding=EmbeddingConfig(dim=8, init_scale=0.1, optimizer=SparseOptimizerConfig(learning_rate=0.05)),
     optimizer=DenseOptimizerConfig("adam", learning_rate=1e-2),
     schedule=ScheduleConfig("linear", warmup_steps=3, decay_steps=30, end_factor=0.1),
     training=TrainingConfig(batch_size=B, seed=5, auxiliary_weight=0.7),
@@ -45,7 +45,7 @@ BASE = Config(
 MESHES = ((8, 1), (1, 8), (2, 4))
 
 over_meshes = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}model{m[1]}")
-over_strategies = pytest.mark.parametrize("sharding", ["replicated", "row"])
+over_strategies = pytest.mark.parametrize("sharding", ["replicated", "row", "row_cyclic", "table", "column"])
 
 
 def on(config: Config, sharding: str, mesh: tuple[int, int]) -> Config:
@@ -291,12 +291,21 @@ FAULTS = {
     spoil_table: "loss",
     spoil_parameters: "loss",
     overflow_the_squares: "optimizer state nu.bottom_mlp.layers.0.bias",
-    overflow_the_update: "update of embedding group0_dim4_rowwise_adagrad_{sharding}",
+    overflow_the_update: "update of embedding group0_dim8_rowwise_adagrad_{sharding}",
 }
 
 
 @pytest.mark.parametrize("fault", list(FAULTS), ids=lambda f: f.__name__)
-@pytest.mark.parametrize("sharding, mesh", [("replicated", (1, 1)), ("replicated", (8, 1)), ("row", (2, 4))])
+@pytest.mark.parametrize(
+    "sharding, mesh",
+    [
+        ("replicated", (1, 1)),
+        ("replicated", (8, 1)),
+        ("row", (2, 4)),
+        ("column", (2, 4)),
+        ("table", (1, 8)),
+    ],
+)
 def test_a_step_that_is_not_finite_changes_nothing(fault, sharding, mesh):
     program, state, window, step = start(on(BASE, sharding, mesh))
     state, window, _ = step(state, window, batch(0))
@@ -306,15 +315,15 @@ def test_a_step_that_is_not_finite_changes_nothing(fault, sharding, mesh):
     assert copies(without_scratch(state)) == before
     assert copies(window) == sums
     assert {int(s.data) for s in state.failed_step.addressable_shards} == {1}
-    assert len({int(s.data) for s in state.failed_tensor.addressable_shards}) == 1
-    tensor = checked_tensors(program, state)[int(state.failed_tensor)]
-    assert tensor == FAULTS[fault].format(sharding=sharding)
+    assert len({int(s.data) for s in state.failed_check.addressable_shards}) == 1
+    tensor = checks(program, state)[int(state.failed_check)]
+    assert tensor == FAULTS[fault].format(sharding=sharding) + " is not finite"
     for k in (2, 3):  # The steps that were queued behind it.
         state, window, _ = step(state, window, batch(k))
         assert copies(without_scratch(state)) == before
         assert copies(window) == sums
         assert int(state.failed_step) == 1
-        assert checked_tensors(program, state)[int(state.failed_tensor)] == tensor
+        assert checks(program, state)[int(state.failed_check)] == tensor
 
 
 def test_an_update_that_overflows_names_its_parameter():
@@ -324,15 +333,16 @@ def test_an_update_that_overflows_names_its_parameter():
     before = copies(without_scratch(state))
     state, window, _ = step(state, window, batch(0))
     assert int(state.failed_step) == 0
-    assert checked_tensors(program, state)[int(state.failed_tensor)] == "updated bottom_mlp.layers.0.kernel"
+    assert checks(program, state)[int(state.failed_check)] == "updated bottom_mlp.layers.0.kernel is not finite"
     assert copies(without_scratch(state)) == before
 
 
-def test_checked_tensors_have_names_of_their_own():
+def test_checks_have_names_of_their_own():
     program, state, *_ = start(on(BASE, "row", (2, 4)))
-    names = checked_tensors(program, state)
+    names = checks(program, state)
     assert len(names) == len(set(names))
-    assert {"loss", "gradient of embedding feature tags", "gradient of top_mlp.layers.1.bias"} < set(names)
+    tensors = ("loss", "gradient of embedding feature tags", "gradient of top_mlp.layers.1.bias")
+    assert {f"{tensor} is not finite" for tensor in tensors} < set(names)
 
 
 def test_bfloat16_keeps_float32_state_and_changes_little():

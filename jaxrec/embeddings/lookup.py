@@ -14,8 +14,8 @@ import numpy as np
 from jaxrec.embeddings.plan import Group, Segment
 
 
-def rows_of_slots(group: Group, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Returns int32 [B, S]: the row of the group's concatenated tables that each slot names.
+def places_of_slots(group: Group, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Returns int32 [B, S]: the place of the row that each slot names (see `plan`).
 
     Args:
       group: The layout.
@@ -28,10 +28,10 @@ def rows_of_slots(group: Group, ids: jax.Array, lengths: jax.Array) -> jax.Array
         ids_BS = jax.lax.slice_in_dim(ids, int(columns[0]), int(columns[0]) + len(columns), axis=1)
     else:
         ids_BS = jnp.take(ids, columns, axis=1)
-    rows_BS = ids_BS + offsets_S
+    places_BS = group.place(ids_BS + offsets_S)
     parts, start = [], 0
     for segment in group.segments:
-        part = rows_BS[:, start : start + segment.slots]
+        part = places_BS[:, start : start + segment.slots]
         if segment.bags:
             valid = _valid(segment, lengths).reshape(part.shape)
             part = jnp.where(valid, part, group.sentinel)

@@ -1,5 +1,8 @@
 """The run-time layout of the tables: which rows of which array a feature's ids name.
 
+A row has three numbers: its id in its table; its row in the concatenation of the group's tables (id + offset); and its
+place, shard * shard_rows + local row. Row and place differ under `row_cyclic` only.
+
 Tables of the same dim, optimizer and sharding share one array (a group), one lookup and one update. The layout exists
 at run time only; checkpoints hold one logical array per table (`Group.to_logical`).
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -50,7 +54,8 @@ class Group:
     Attributes:
       name: Unique; made of what the tables share.
       tables: In the order of their rows.
-      shards: Over how many devices of the `model` axis the rows are split; 1 where they are replicated.
+      model: Size of the mesh's `model` axis.
+      table_shards: Under `table`, the shard of each table, ascending; else empty.
       columns: The slot columns of `Batch.ids` that read the group, segment by segment.
       slot_tables: For each of `columns`, the index in `tables`.
       segments: How the slots are pooled.
@@ -58,10 +63,16 @@ class Group:
 
     name: str
     tables: tuple[TableSpec, ...]
-    shards: int
+    model: int
+    table_shards: tuple[int, ...]
     columns: tuple[int, ...]
     slot_tables: tuple[int, ...]
     segments: tuple[Segment, ...]
+
+    @property
+    def shards(self) -> int:
+        """Over how many devices of the `model` axis the rows are split; 1 where every device has all rows."""
+        return 1 if self.sharding in ("replicated", "column") else self.model
 
     @property
     def dim(self) -> int:
@@ -80,9 +91,11 @@ class Group:
         """Logical rows of all tables."""
         return sum(t.rows for t in self.tables)
 
-    @property
+    @functools.cached_property
     def shard_rows(self) -> int:
-        """Rows a shard owns, without its sentinel; also the sentinel's local index."""
+        """Rows a shard has room for, without its sentinel; also the sentinel's local index."""
+        if self.sharding == "table":
+            return max(self._table_loads)
         return -(-self.rows // self.shards)
 
     @property
@@ -92,34 +105,81 @@ class Group:
 
     @property
     def sentinel(self) -> int:
-        """The row of the concatenated tables that means no row."""
+        """The place that means no row."""
         return self.shards * self.shard_rows
 
     @functools.cached_property
+    def _table_loads(self) -> list[int]:
+        loads = [0] * self.shards
+        for table, shard in zip(self.tables, self.table_shards, strict=True):
+            loads[shard] += table.rows
+        return loads
+
+    @functools.cached_property
     def offsets(self) -> np.ndarray:
-        """int64 [tables + 1], where each table's rows begin in the concatenation."""
-        return np.concatenate([[0], np.cumsum([t.rows for t in self.tables])]).astype(np.int64)
+        """int64 [tables], ascending: where each table's rows begin in the concatenation.
+
+        Under `table` the concatenation has gaps: each shard's tables begin at a multiple of `shard_rows`.
+        """
+        rows = np.array([t.rows for t in self.tables], np.int64)
+        before = np.cumsum(rows) - rows
+        if self.sharding != "table":
+            return before
+        shards = np.array(self.table_shards)
+        first = np.cumsum(self._table_loads) - self._table_loads
+        return shards * self.shard_rows + before - first[shards]
+
+    def place(self, rows: Any) -> Any:
+        """Returns where rows of the concatenation stand: shard * shard_rows + local row; integers, NumPy's or JAX's."""
+        if self.sharding != "row_cyclic" or self.shards == 1:
+            return rows
+        run = rows // self.shards
+        return (rows % self.shards + self._rotation(run)) % self.shards * self.shard_rows + run
+
+    def unplace(self, places: Any) -> Any:
+        """The inverse of `place`; what it returns for padding is at or beyond `rows`, or in a gap."""
+        if self.sharding != "row_cyclic" or self.shards == 1:
+            return places
+        run = places % self.shard_rows
+        return run * self.shards + (places // self.shard_rows + self.shards - self._rotation(run)) % self.shards
+
+    def _rotation(self, run: Any) -> Any:
+        mixed = (run.astype(np.uint32) * np.uint32(0x9E3779B1)) >> np.uint32(16)
+        return (mixed % np.uint32(self.shards)).astype(run.dtype)
 
     @property
-    def partition(self) -> PartitionSpec:
-        """The array's sharding: rows over `model`, or the same on every device."""
-        return PartitionSpec("model" if self.sharding == "row" else None)
+    def column_shards(self) -> int:
+        """Over how many devices each row's columns are split."""
+        return self.model if self.sharding == "column" else 1
+
+    def partition(self, wide: bool) -> PartitionSpec:
+        """The sharding of an array with one row per row of the group; `wide`: [rows, D], else [rows]."""
+        if self.sharding == "column":
+            return PartitionSpec(None, "model") if wide else PartitionSpec(None)
+        return PartitionSpec(None if self.sharding == "replicated" else "model")
 
     def to_logical(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Splits an array [array_rows, ...] into one array [rows, ...] per table, without sentinels."""
         body = array.reshape(self.shards, self.shard_rows + 1, *array.shape[1:])[:, :-1]
         body = body.reshape(self.shards * self.shard_rows, *array.shape[1:])
-        return {t.name: body[o : o + t.rows] for t, o in zip(self.tables, self.offsets, strict=False)}
+        return {t.name: body[self._places(i)] for i, t in enumerate(self.tables)}
 
     def from_logical(self, tables: Mapping[str, np.ndarray], fill: float) -> np.ndarray:
         """The inverse of `to_logical`; sentinel and padding rows hold `fill`."""
         first = tables[self.tables[0].name]
         array = np.full((self.shards, self.shard_rows + 1, *first.shape[1:]), fill, first.dtype)
         body = np.full((self.shards * self.shard_rows, *first.shape[1:]), fill, first.dtype)
-        for t, o in zip(self.tables, self.offsets, strict=False):
-            body[o : o + t.rows] = tables[t.name]
+        for i, t in enumerate(self.tables):
+            body[self._places(i)] = tables[t.name]
         array[:, :-1] = body.reshape(self.shards, self.shard_rows, *first.shape[1:])
         return array.reshape(self.array_rows, *first.shape[1:])
+
+    def _places(self, table: int) -> Any:
+        """Indices of a table's rows among all shards' rows: a slice where they are contiguous."""
+        first, rows = int(self.offsets[table]), self.tables[table].rows
+        if self.sharding == "row_cyclic" and self.shards > 1:
+            return self.place(np.arange(first, first + rows))
+        return slice(first, first + rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +197,64 @@ class Plan:
 
     def describe(self) -> list[str]:
         """One line a group, for the run's log."""
-        return [
-            f"{g.name}: {len(g.tables)} tables, {g.rows:,} rows x {g.dim}, "
-            + (f"rows over {g.shards} shards of model" if g.sharding == "row" else "replicated")
-            for g in self.groups
-        ]
+        return [f"{g.name}: {len(g.tables)} tables, {g.rows:,} rows x {g.dim}, {spread_of(g)}" for g in self.groups]
+
+
+def spread_of(group: Group) -> str:
+    """Returns in words where a group's rows are."""
+    over = f"{group.model} devices of model"
+    if group.sharding == "table":
+        full = group.rows / (group.shards * group.shard_rows)
+        return f"tables over {over}, {full:.0%} of the room filled"
+    return {
+        "replicated": "replicated",
+        "row": f"rows over {over}",
+        "row_cyclic": f"rows dealt out over {over}",
+        "column": f"columns over {over}",
+    }[group.sharding]
+
+
+# Under `auto`, tables up to this size are replicated.
+REPLICATE_BYTES = 4 << 20
+
+
+def choose_shardings(vocabulary: Mapping[str, int], row_bytes: int, model: int) -> dict[str, tuple[str, str]]:
+    """Returns table -> (sharding, reason) for `auto`.
+
+    A small table costs little memory on every device, and replicated it is looked up without an exchange. Of the
+    others, one that alone exceeds a device's fair share must be split, by rows dealt out, so that frequent neighbours
+    do not meet on one shard; the rest are placed whole, which balances as well and keeps each feature's ids together.
+
+    Args:
+      vocabulary: Rows of each table.
+      row_bytes: Of a row's weights and optimizer state.
+      model: Devices to split over.
+    """
+    size = {name: rows * row_bytes for name, rows in vocabulary.items()}
+    large = {name: b for name, b in size.items() if b > REPLICATE_BYTES}
+    share = sum(large.values()) / model
+    chosen = {}
+    for name, b in size.items():
+        megabytes = f"{b / 2**20:,.1f} MiB"
+        if model == 1:
+            chosen[name] = ("replicated", "the mesh's model axis is 1")
+        elif name not in large:
+            chosen[name] = ("replicated", f"{megabytes}, at most {REPLICATE_BYTES >> 20} MiB")
+        elif b > share:
+            chosen[name] = ("row_cyclic", f"{megabytes}, more than a device's share of {share / 2**20:,.1f} MiB")
+        else:
+            chosen[name] = ("table", f"{megabytes}, within a device's share of {share / 2**20:,.1f} MiB")
+    return chosen
+
+
+def _balance(tables: Sequence[TableSpec], shards: int) -> list[tuple[TableSpec, int]]:
+    """Places whole tables, the largest first, each on the emptiest shard; returns them by shard."""
+    loads, placed = [0] * shards, []
+    for t in sorted(tables, key=lambda t: (-t.rows, t.name)):
+        shard = loads.index(min(loads))
+        loads[shard] += t.rows
+        placed.append((t, shard))
+    return sorted(placed, key=lambda pair: pair[1])
 
 
 def make_plan(tables: Sequence[TableSpec], schema: Schema, model_shards: int) -> Plan:
@@ -162,7 +275,14 @@ def make_plan(tables: Sequence[TableSpec], schema: Schema, model_shards: int) ->
     first_slot = {f.name: start for f, start in zip(schema.features, starts, strict=False)}
     bag_column = {f.name: i for i, f in enumerate(schema.bags)}
     groups = []
-    for number, ((dim, optimizer, sharding), members) in enumerate(by_key.items()):
+    for number, ((dim, optimizer, sharding), unplaced) in enumerate(by_key.items()):
+        placed = _balance(unplaced, model_shards) if sharding == "table" else [(t, -1) for t in unplaced]
+        members = tuple(t for t, _ in placed)
+        require(
+            sharding != "column" or dim % model_shards == 0,
+            f"--embedding_sharding=column splits embedding.dim, which is {dim}, over the {model_shards} devices of the "
+            "mesh's model axis, but that does not divide it",
+        )
         index = {t.name: i for i, t in enumerate(members)}
         by_shape: dict[tuple[int, str, bool], list[FeatureSpec]] = {}
         for f in schema.features:
@@ -183,8 +303,9 @@ def make_plan(tables: Sequence[TableSpec], schema: Schema, model_shards: int) ->
                 slot_tables += [index[f.table]] * length
         group = Group(
             f"group{number}_dim{dim}_{optimizer.name}_{sharding}",
-            tuple(members),
-            model_shards if sharding == "row" else 1,
+            members,
+            model_shards,
+            tuple(shard for _, shard in placed if shard >= 0),
             tuple(columns),
             tuple(slot_tables),
             tuple(segments),

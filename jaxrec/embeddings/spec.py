@@ -7,7 +7,9 @@ import dataclasses
 from jaxrec.checks import one_of, require
 from jaxrec.optim.sparse import SparseOptimizerConfig
 
-SHARDINGS = ("replicated", "row")
+SHARDINGS = ("replicated", "row", "row_cyclic", "table", "column")
+# `auto` is resolved to one of them per table when the layout is planned.
+CHOICES = (*SHARDINGS, "auto")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +22,9 @@ class TableSpec:
       dim: Columns.
       init_scale: Weights start uniform in [-init_scale, init_scale).
       optimizer: What updates its rows.
-      sharding: `replicated` or `row`.
+      sharding: Over the mesh's `model` axis: `replicated`; `row` (contiguous ranges of rows), `row_cyclic` (each run
+        of as many rows as shards is dealt out, one row a shard, in an order that a hash of the run rotates), `table`
+        (whole tables, placed for balance) or `column` (every row's columns are split).
     """
 
     name: str
@@ -43,21 +47,28 @@ class EmbeddingConfig:
     Attributes:
       dim: Columns of every table.
       init_scale: Weights start uniform in [-init_scale, init_scale); 0 means 1 / sqrt(rows), DLRM's choice.
-      sharding: See `TableSpec`.
+      sharding: See `TableSpec`; or `auto`: by size, see `plan.choose_shardings`.
+      capacity_margin: Rows that a device may send to another in a step, over the most that was measured on batches of
+        the training split; a step that would need more is refused. 0: room for the worst case.
       optimizer: See `TableSpec`.
     """
 
     dim: int = 16
     init_scale: float = 0.0
     sharding: str = "replicated"
+    capacity_margin: float = 1.5
     optimizer: SparseOptimizerConfig = SparseOptimizerConfig()
 
     def __post_init__(self):
         require(self.dim >= 1, f"embedding.dim is {self.dim}, but must be at least 1")
         require(self.init_scale >= 0, f"embedding.init_scale is {self.init_scale}, but must not be negative")
-        one_of("--embedding_sharding", self.sharding, SHARDINGS)
+        one_of("--embedding_sharding", self.sharding, CHOICES)
+        require(
+            self.capacity_margin == 0 or self.capacity_margin >= 1,
+            f"--capacity_margin is {self.capacity_margin}, but must be at least 1, or 0 for the worst case",
+        )
 
-    def table(self, name: str, rows: int) -> TableSpec:
+    def table(self, name: str, rows: int, sharding: str) -> TableSpec:
         """Returns the table `name` of `rows` rows."""
         scale = self.init_scale or rows**-0.5
-        return TableSpec(name, rows, self.dim, scale, self.optimizer, self.sharding)
+        return TableSpec(name, rows, self.dim, scale, self.optimizer, sharding)

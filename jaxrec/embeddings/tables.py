@@ -6,6 +6,8 @@ D dim.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,11 +20,11 @@ from jaxrec import counters
 from jaxrec.embeddings import lookup as local_lookup
 from jaxrec.embeddings.merge import IN_BOUNDS, merge
 from jaxrec.embeddings.plan import Group, Plan
-from jaxrec.embeddings.sharded import COLLECT, GATHER, Route
+from jaxrec.embeddings.sharded import COLLECT, GATHER, Route, capacity_of
 
 
 class Table(NamedTuple):
-    """The arrays of one group; their leading dimension is `Group.array_rows`.
+    """The arrays of one group; their leading dimension is `Group.array_rows`, D this device's columns of them.
 
     Attributes:
       weights: float32 [rows, D].
@@ -70,23 +72,21 @@ def initialise(plan: Plan, mesh: Mesh, seed: int) -> Tables:
     }
 
 
-def _structure(group: Group) -> Table:
-    """A Table of placeholders with the group's slots."""
-    return Table(weights=np.zeros(()), slots={s: np.zeros(()) for s in group.rule.slots}, scratch=np.zeros(()))  # pyright: ignore[reportArgumentType]
-
-
 def _initial_shard(group: Group, seed: int) -> Table:
     shard = jax.lax.axis_index("model") if group.shards > 1 else 0
-    rows = jnp.arange(group.shard_rows + 1, dtype=jnp.int32)
-    row = shard * group.shard_rows + rows
-    real = (rows < group.shard_rows) & (row < group.rows)
-    table = jnp.clip(
-        jnp.searchsorted(jnp.asarray(group.offsets, jnp.int32), row, side="right") - 1, 0, len(group.tables) - 1
-    )
+    local = jnp.arange(group.shard_rows + 1, dtype=jnp.int32)
+    row = group.unplace(shard * group.shard_rows + local)
+    offsets = jnp.asarray(group.offsets, jnp.int32)
+    table = jnp.clip(jnp.searchsorted(offsets, row, side="right") - 1, 0, len(group.tables) - 1)
     tags = jnp.asarray([counters.tag(t.name) for t in group.tables], jnp.uint32)[table]
     scales = jnp.asarray([t.init_scale for t in group.tables], jnp.float32)[table]
-    own_row = row - jnp.asarray(group.offsets, jnp.int32)[table]
-    unit = counters.uniform(seed, tags[:, None], own_row[:, None], jnp.arange(group.dim)[None])
+    own_row = row - offsets[table]
+    # The rest is padding: the sentinel, the end of the last shard, and under `table` the end of any.
+    real = (local < group.shard_rows) & (own_row < jnp.asarray([t.rows for t in group.tables], jnp.int32)[table])
+    columns = jnp.arange(group.dim // group.column_shards)
+    if group.column_shards > 1:
+        columns += jax.lax.axis_index("model") * columns.size
+    unit = counters.uniform(seed, tags[:, None], own_row[:, None], columns[None])
     weights = jnp.where(real[:, None], (2 * unit - 1) * scales[:, None], 0.0)
     slots = {
         name: jnp.full(weights.shape if per_column else weights.shape[:1], group.rule.initial, jnp.float32)
@@ -101,11 +101,17 @@ def partitions(plan: Plan) -> dict[str, Table]:
 
 
 def _partitions(group: Group) -> Table:
-    return jax.tree.map(lambda _: group.partition, _structure(group))
+    slots = {name: group.partition(per_column) for name, per_column in group.rule.slots.items()}
+    return Table(group.partition(True), slots, group.partition(False))  # pyright: ignore[reportArgumentType]
 
 
 def look_up(
-    plan: Plan, tables: Tables, ids: jax.Array, lengths: jax.Array
+    plan: Plan,
+    tables: Tables,
+    ids: jax.Array,
+    lengths: jax.Array,
+    axis_sizes: dict[str, int],
+    capacities: Mapping[str, int] = types.MappingProxyType({}),
 ) -> tuple[dict[str, jax.Array], dict[str, Route]]:
     """Looks up and pools every feature.
 
@@ -114,15 +120,20 @@ def look_up(
       tables: This device's shards.
       ids: int32 [B, K], range-checked by the host.
       lengths: int32 [B, bags].
+      axis_sizes: Of the mesh.
+      capacities: Group -> rows that a device may send to another; the worst case for a group that is not there.
 
     Returns:
       Feature -> [B, D] (or [B, L, D] for the combiner `none`), and what the update needs to know.
     """
     pooled, routes = {}, {}
     for g in plan.groups:
-        rows_BS = local_lookup.rows_of_slots(g, ids, lengths)
-        vectors, routes[g.name] = GATHER[g.sharding](g, tables[g.name].weights, rows_BS.reshape(-1))
-        pooled |= local_lookup.pool(g, vectors.reshape(*rows_BS.shape, g.dim), lengths)
+        places_BS = local_lookup.places_of_slots(g, ids, lengths)
+        capacity = capacity_of(g, places_BS.size, capacities.get(g.name, 0))
+        vectors, routes[g.name] = GATHER[g.sharding](
+            g, tables[g.name].weights, places_BS.reshape(-1), capacity, axis_sizes
+        )
+        pooled |= local_lookup.pool(g, vectors.reshape(*places_BS.shape, g.dim), lengths)
     return pooled, routes
 
 
@@ -157,9 +168,17 @@ def propose(
         rows = jnp.where(write, rows, g.shard_rows)
         gradient = jnp.where(write[:, None], merged.gradient, 0.0)
         old = {name: s.at[rows].get(mode=IN_BOUNDS) for name, s in table.slots.items()}
-        delta, slots = g.rule.update(gradient, old, g.tables[0].optimizer.learning_rate * rate)
+        delta, slots = g.rule.update(
+            gradient, old, g.tables[0].optimizer.learning_rate * rate, functools.partial(_row_mean, g)
+        )
         proposals[g.name] = Proposal(rows, delta, slots, merged.scratch)
     return proposals
+
+
+def _row_mean(group: Group, values: jax.Array) -> jax.Array:
+    """Returns the mean over each row's columns, [M, D] -> [M], on whichever devices they are."""
+    mean = jnp.mean(values, axis=-1)
+    return jax.lax.pmean(mean, "model") if group.column_shards > 1 else mean
 
 
 def commit(plan: Plan, tables: Tables, proposals: Mapping[str, Proposal], ok: jax.Array) -> Tables:

@@ -5,12 +5,13 @@ optax's adagrad differs (eps inside the root, accumulator starting at 0.1), henc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jaxrec.optim.row_rule import RowMean, Rows, Update
 
 
 def _direction(gradient: jax.Array, accumulator: jax.Array, eps: float) -> jax.Array:
@@ -19,12 +20,11 @@ def _direction(gradient: jax.Array, accumulator: jax.Array, eps: float) -> jax.A
     return jnp.where(denominator > 0, gradient / denominator, 0.0)
 
 
-def update_rows(
-    eps: float,
-) -> Callable[[jax.Array, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
+def update_rows(eps: float) -> Update:
     """Returns the row update a += g^2, w -= lr * g / (sqrt(a) + eps), element by element."""
 
-    def apply(gradient: jax.Array, slots: Mapping[str, jax.Array], learning_rate: jax.Array):
+    def apply(gradient: jax.Array, slots: Rows, learning_rate: jax.Array, row_mean: RowMean):
+        del row_mean
         accumulator = slots["accumulator"] + gradient * gradient
         return -learning_rate * _direction(gradient, accumulator, eps), {"accumulator": accumulator}
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import jax
 import jax.numpy as jnp
 
+from jaxrec.optim.row_rule import RowMean, Rows, Update
 
-def update(
-    eps: float,
-) -> Callable[[jax.Array, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
+
+def update(eps: float) -> Update:
     """Returns the update of EXACT_ROWWISE_ADAGRAD: a += mean(g^2) over the row, w -= lr * g / (sqrt(a) + eps).
 
     g is the row's gradient summed over all its occurrences in the global batch. Definition: FBGEMM, split table batched
     embeddings, `OptimType.EXACT_ROWWISE_ADAGRAD`.
     """
 
-    def apply(gradient: jax.Array, slots: Mapping[str, jax.Array], learning_rate: jax.Array):
-        accumulator = slots["accumulator"] + jnp.mean(gradient * gradient, axis=-1)
+    def apply(gradient: jax.Array, slots: Rows, learning_rate: jax.Array, row_mean: RowMean):
+        accumulator = slots["accumulator"] + row_mean(gradient * gradient)
         denominator = jnp.sqrt(accumulator) + eps
         # With eps 0 an untouched row must stay, not become 0 / 0.
         scale = jnp.where(denominator > 0, learning_rate / denominator, 0.0)

@@ -1,38 +1,12 @@
-"""Optimizers of embedding rows: arithmetic on the touched rows only.
-
-A `RowRule` is a pair of pure functions over rows that the embedding update has gathered, with one merged gradient each.
-Shape suffixes: U touched rows, D dim.
-"""
+"""Optimizers of embedding rows, by name."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-
-import jax
 
 from jaxrec.checks import one_of, require
 from jaxrec.optim import adagrad, rowwise_adagrad, sgd
-
-Rows = Mapping[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class RowRule:
-    """An optimizer of rows.
-
-    Attributes:
-      slots: Name -> whether the slot has a value per column ([rows, D]) or one per row ([rows]). All float32, and all
-        start at `initial`.
-      initial: The slots' first value.
-      update: (gradient [U, D], slots of the rows, learning rate) -> (what to add to the weights [U, D], new slots).
-        A zero gradient must leave a row unchanged.
-    """
-
-    slots: Mapping[str, bool]
-    initial: float
-    update: Callable[[jax.Array, Rows, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-
+from jaxrec.optim.row_rule import RowRule
 
 SPARSE_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
 

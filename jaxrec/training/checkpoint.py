@@ -236,20 +236,28 @@ def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarra
     tables = {}
     for g in program.plan.groups:
 
-        def load(what: str, fill: float, g: Any = g) -> jax.Array:
+        def load(what: str, fill: float, wide: bool, g: Any = g) -> jax.Array:
             logical = {t.name: arrays[f"tables/{t.name}/{what}"] for t in g.tables}
-            return tables_lib.put(g.from_logical(logical, fill), program.mesh, g.partition)
+            return tables_lib.put(g.from_logical(logical, fill), program.mesh, g.partition(wide))
 
         tables[g.name] = Table(
-            load("weights", 0.0),
-            {slot: load(slot, g.rule.initial) for slot in g.rule.slots},
-            tables_lib.put(np.zeros(g.array_rows, np.int32), program.mesh, g.partition),
+            load("weights", 0.0, True),
+            {slot: load(slot, g.rule.initial, wide) for slot, wide in g.rule.slots.items()},
+            tables_lib.put(np.zeros(g.array_rows, np.int32), program.mesh, g.partition(False)),
         )
     none = np.full((), -1, np.int32)
-    step, dense, optimizer, failed_step, failed_tensor = replicate(
-        program, (arrays["step"], tree_of("dense", state.dense), tree_of("optimizer", state.optimizer), none, none)
+    step, dense, optimizer, failed_step, failed_check, overflow = replicate(
+        program,
+        (
+            arrays["step"],
+            tree_of("dense", state.dense),
+            tree_of("optimizer", state.optimizer),
+            none,
+            none,
+            np.zeros((), np.int32),
+        ),
     )
-    return TrainState(step, dense, optimizer, tables, failed_step, failed_tensor)
+    return TrainState(step, dense, optimizer, tables, failed_step, failed_check, overflow)
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:

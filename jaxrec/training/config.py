@@ -89,7 +89,7 @@ class Config:
         The mesh, shardings, the number of steps and the cadences may change.
         """
         d = self.as_dict()
-        embedding = {k: v for k, v in d["embedding"].items() if k != "sharding"}
+        embedding = {k: v for k, v in d["embedding"].items() if k not in ("sharding", "capacity_margin")}
         return {
             "data": d["data"], "model": d["model"], "embedding": embedding, "optimizer": d["optimizer"],
             "schedule": d["schedule"], "precision": d["precision"],

@@ -33,15 +33,15 @@ from jaxrec.training.evaluation import Evaluator
 from jaxrec.training.metrics import window_metrics
 from jaxrec.training.signals import StopRequest
 from jaxrec.training.state import TrainState, Window
-from jaxrec.training.step import Program, checked_tensors, shard_train_step
+from jaxrec.training.step import Program, checks, shard_train_step
 from jaxrec.training.writers import MetricWriter
 
 # Steps that the host may be ahead of the device: enough to hide its own work, few enough that a wait for input shows.
 IN_FLIGHT = 2
 
 
-class StepNotFinite(Exception):
-    """A checked value of a step was not finite; the message names step and tensor."""
+class StepRefused(Exception):
+    """A step failed a check (a value was not finite, an exchange overflowed); the message names step and check."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,8 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
 
     Raises:
       UserError: Something the user can mend.
-      StepNotFinite: A step's loss, gradient or update was not finite. The state before it has been saved.
+      StepRefused: A step's loss, gradient or update was not finite, or more rows were to be exchanged than fit. The
+        state before it has been saved.
     """
     clock = clock or PhaseClock()
     compiles = CompileCounter()
@@ -103,11 +104,15 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             dataset = config.data.open(options.data_dir)
             batches = Batches(dataset, "train", config.training.batch_size, seed=config.training.seed)
         with clock.phase("init"):
-            program, dense = setup.build_program(config, dataset)
+            program, dense = setup.build_program(config, dataset, batches)
             state = setup.initial_state(program, dense)
             window = setup.new_window(program)
         for line in program.plan.describe():
             say(f"embeddings  {line}")
+        for table, reason in setup.plan_tables(config, dataset.schema)[1].items():
+            say(f"embeddings  auto: {table} {reason}")
+        for group, capacity in program.capacities.items():
+            say(f"exchange    {group}: {capacity:,} distinct rows from a device to another")
         with clock.phase("restore"):
             checkpoints = Checkpoints(options.workdir, config.training.keep_last)
             stack.callback(checkpoints.close)
@@ -199,7 +204,7 @@ class _Run:
                 evaluated, best = progress.evaluated_step, progress.best_step
                 if not stop.signal and step > evaluated and (last or _due(step, config.eval_every)):
                     with shares.doing("evaluation"):
-                        self._raise_unless_finite(state, window, progress)
+                        self._raise_if_refused(state, window, progress)
                         self._evaluate(state, progress, step)
                 over = last or progress.out_of_patience(config.patience)
                 finished = over or bool(stop.signal)
@@ -210,7 +215,7 @@ class _Run:
                     save = finished or progress.best_step != best or _due(step, config.checkpoint_every)
                 if save:
                     with shares.doing("checkpoint"):
-                        self._raise_unless_finite(state, window, progress)
+                        self._raise_if_refused(state, window, progress)
                         saved = self._save(state, window, progress)
                 if finished:
                     break
@@ -236,7 +241,7 @@ class _Run:
                 step += 1
                 bar.update()
                 if step % config.log_every == 0 or step == config.steps:
-                    self._raise_unless_finite(state, window, progress)
+                    self._raise_if_refused(state, window, progress)
                     values, window = window_metrics(jax.device_get(window)), setup.new_window(self.program)
                     now, waited = time.perf_counter(), shares.seconds["input"]
                     rate = (step - logged[0]) * config.batch_size / (now - logged[1])
@@ -294,18 +299,23 @@ class _Run:
         progress.window = tuple(float(x) for x in jax.device_get(window))
         return self.checkpoints.save(self.program, state, progress, self.config.identity())
 
-    def _raise_unless_finite(self, state: TrainState, window: Window, progress: Progress) -> None:
-        """Waits for the device; raises StepNotFinite, once the state is saved, where a step has failed."""
-        failed_step, failed_tensor = jax.device_get((state.failed_step, state.failed_tensor))
+    def _raise_if_refused(self, state: TrainState, window: Window, progress: Progress) -> None:
+        """Waits for the device; raises StepRefused, once the state is saved, where a step has failed."""
+        failed_step, failed_check, overflow = jax.device_get((state.failed_step, state.failed_check, state.overflow))
         if failed_step >= 0:
             self.checkpoints.wait()
             if int(state.step) not in self.checkpoints.steps:
                 self._save(state, window, progress)
                 self.checkpoints.wait()
-            tensor = checked_tensors(self.program, state)[int(failed_tensor)]
-            raise StepNotFinite(
-                f"step {int(failed_step)}: {tensor} is not finite; the state before that step is saved, and no later "
-                "step changed it; look at that batch, lower the learning rates, or start anew in another --workdir"
+            fault = checks(self.program, state)[int(failed_check)]
+            remedy = "look at that batch, lower the learning rates, or start anew in another --workdir"
+            if overflow:
+                margin = self.config.embedding.capacity_margin
+                fault = f"{fault} ({int(overflow):,} rows too many over all devices)"
+                remedy = f"continue with --capacity_margin above {margin:g}, or 0 for the worst case"
+            raise StepRefused(
+                f"step {int(failed_step)}: {fault}; the state before that step is saved, and no later step changed it; "
+                f"{remedy}"
             )
 
 

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxrec import mesh as mesh_lib
-from jaxrec.data.schema import Batch, Dataset
+from jaxrec.data.pipeline import Batches
+from jaxrec.data.schema import Batch, Dataset, Schema
 from jaxrec.embeddings import tables as tables_lib
-from jaxrec.embeddings.plan import make_plan
+from jaxrec.embeddings.lookup import places_of_slots
+from jaxrec.embeddings.plan import Plan, choose_shardings, make_plan
 from jaxrec.optim import dense as dense_optim
+from jaxrec.optim.sparse import row_rule
 from jaxrec.precision import policy
 from jaxrec.training.config import Config
 from jaxrec.training.state import TrainState, Window, empty_window
 from jaxrec.training.step import Program
 
+# Exchange capacities are measured on so many of the first batches.
+MEASURED_BATCHES = 8
 
-def build_program(config: Config, dataset: Dataset, *, for_training: bool = True) -> tuple[Program, Any]:
+
+def build_program(config: Config, dataset: Dataset, batches: Batches | None = None) -> tuple[Program, Any]:
     """Returns the step's static parts, and the dense parameters at their first values (on the default device).
 
+    Args:
+      config: The run's.
+      dataset: Its data.
+      batches: What is trained on, for measuring the exchange capacities; None: there is no training.
+
     Raises:
-      UserError: The mesh does not fit the machine, or (`for_training`) the batch does not divide over it.
+      UserError: The mesh does not fit the machine, or the batch to be trained on does not divide over it.
     """
-    if for_training:
+    if batches is not None:
         mesh_lib.check_batch(config.mesh, config.training.batch_size)
     mesh = mesh_lib.create(config.mesh)
     schema = dataset.schema
-    tables = [config.embedding.table(name, rows) for name, rows in schema.vocabulary.items()]
-    plan = make_plan(tables, schema, config.mesh.model)
+    plan = plan_tables(config, schema)[0]
     rngs = nnx.Rngs(params=config.training.seed)
     model = config.model.create(schema, config.embedding.dim, policy(config.precision), rngs)
     graphdef, dense = nnx.split(model, nnx.Param)
@@ -44,19 +56,54 @@ def build_program(config: Config, dataset: Dataset, *, for_training: bool = True
         seed=config.training.seed,
         tasks=len(schema.labels),
         auxiliary_weight=config.training.auxiliary_weight,
+        capacities={} if batches is None else measure_capacities(config, plan, batches),
     )
     return program, dense
+
+
+def plan_tables(config: Config, schema: Schema) -> tuple[Plan, dict[str, str]]:
+    """Returns the embedding layout, and for `auto` the reason of each table's sharding."""
+    chosen, reasons = dict.fromkeys(schema.vocabulary, config.embedding.sharding), {}
+    if config.embedding.sharding == "auto":
+        slots = row_rule(config.embedding.optimizer).slots.values()
+        row_bytes = 4 * (config.embedding.dim + sum(config.embedding.dim if wide else 1 for wide in slots))
+        pairs = choose_shardings(schema.vocabulary, row_bytes, config.mesh.model)
+        chosen = {name: sharding for name, (sharding, _) in pairs.items()}
+        reasons = {name: f"{sharding}: {why}" for name, (sharding, why) in pairs.items()}
+    tables = [config.embedding.table(name, rows, chosen[name]) for name, rows in schema.vocabulary.items()]
+    return make_plan(tables, schema, config.mesh.model), reasons
+
+
+def measure_capacities(config: Config, plan: Plan, batches: Batches) -> dict[str, int]:
+    """Returns, for each group, the distinct rows that a device may send to another in a step.
+
+    That is the most that any device of the first batches had for any shard, times `embedding.capacity_margin`, rounded
+    up to a multiple of 8. Empty (the worst case) on one device and for a margin of 0.
+    """
+    margin, devices = config.embedding.capacity_margin, config.mesh.size
+    if devices == 1 or margin == 0:
+        return {}
+    most = dict.fromkeys((g.name for g in plan.groups), 0)
+    for k in range(min(MEASURED_BATCHES, len(batches))):
+        batch = batches[k].batch
+        for g in plan.groups:
+            places = np.asarray(places_of_slots(g, jnp.asarray(batch.ids), jnp.asarray(batch.lengths)))
+            for of_device in np.split(places, devices):
+                rows = np.unique(of_device[of_device != g.sentinel])
+                counts = np.bincount(rows // g.shard_rows, minlength=1)
+                most[g.name] = max(most[g.name], int(counts.max()))
+    return {name: -(-math.ceil(margin * max(count, 1)) // 8) * 8 for name, count in most.items()}
 
 
 def initial_state(program: Program, dense: Any) -> TrainState:
     """Returns the state before the first step, placed on the mesh."""
     optimizer = dense_optim.direction(program.optimizer).init(dense)
-    none = jnp.full((), -1, jnp.int32)
-    step, dense, optimizer, failed_step, failed_tensor = replicate(
-        program, (jnp.zeros((), jnp.int32), dense, optimizer, none, none)
+    zero, none = jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
+    step, dense, optimizer, failed_step, failed_check, overflow = replicate(
+        program, (zero, dense, optimizer, none, none, zero)
     )
     tables = tables_lib.initialise(program.plan, program.mesh, program.seed)
-    return TrainState(step, dense, optimizer, tables, failed_step, failed_tensor)
+    return TrainState(step, dense, optimizer, tables, failed_step, failed_check, overflow)
 
 
 def replicate(program: Program, tree: Any) -> Any:

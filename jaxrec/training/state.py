@@ -18,8 +18,9 @@ class TrainState(NamedTuple):
       dense: The dense parameters (an `nnx.State` split from the model once).
       optimizer: The dense optimizer's state.
       tables: The embedding groups.
-      failed_step: int32, the step that was not finite, or -1. While it is not -1 every step is a no-op.
-      failed_tensor: int32, index into `Step.checked`.
+      failed_step: int32, the step that was refused, or -1. While it is not -1 every step is a no-op.
+      failed_check: int32, index into `step.checks`.
+      overflow: int32, distinct rows beyond the exchange capacities in the last step that was tried, on all devices.
     """
 
     step: jax.Array
@@ -27,7 +28,8 @@ class TrainState(NamedTuple):
     optimizer: Any
     tables: Tables
     failed_step: jax.Array
-    failed_tensor: jax.Array
+    failed_check: jax.Array
+    overflow: jax.Array
 
 
 class Window(NamedTuple):

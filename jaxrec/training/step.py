@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ class Program:
       seed: For dropout.
       tasks: How many of the labels' columns, the first, are tasks of their own; the rest are auxiliary.
       auxiliary_weight: See `TrainingConfig`.
+      capacities: Group -> rows that a device may send to another in a training step; see `sharded`.
     """
 
     graphdef: Any
@@ -53,6 +55,11 @@ class Program:
     seed: int
     tasks: int
     auxiliary_weight: float
+    capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        return {axis: self.mesh.shape[axis] for axis in AXES}
 
     def state_partitions(self) -> TrainState:
         """A PartitionSpec for every array (a prefix of the state's tree)."""
@@ -62,7 +69,8 @@ class Program:
             optimizer=REPLICATED,
             tables=tables_lib.partitions(self.plan),
             failed_step=REPLICATED,  # pyright: ignore[reportArgumentType]
-            failed_tensor=REPLICATED,  # pyright: ignore[reportArgumentType]
+            failed_check=REPLICATED,  # pyright: ignore[reportArgumentType]
+            overflow=REPLICATED,  # pyright: ignore[reportArgumentType]
         )
 
 
@@ -89,7 +97,9 @@ def train_step(
     mesh, plan, tasks = program.mesh, program.plan, program.tasks
     ids, lengths, dense_features, labels, weight = batch
     with jax.named_scope("embedding_lookup"):
-        activations, routes = tables_lib.look_up(plan, state.tables, ids, lengths)
+        activations, routes = tables_lib.look_up(
+            plan, state.tables, ids, lengths, program.axis_sizes, program.capacities
+        )
 
     def loss_sum(dense: Any, activations: dict[str, jax.Array]):
         model = nnx.merge(program.graphdef, dense)
@@ -123,15 +133,18 @@ def train_step(
             state.dense, jax.tree.map(lambda d: -program.optimizer.learning_rate * rate * d, direction)
         )
     with jax.named_scope("embedding_update"):
-        sizes = {axis: mesh.shape[axis] for axis in AXES}
-        proposals = tables_lib.propose(plan, state.tables, routes, d_activations, lengths, rate, sizes)
+        proposals = tables_lib.propose(plan, state.tables, routes, d_activations, lengths, rate, program.axis_sizes)
     with jax.named_scope("finite_check"):
-        bad = jnp.stack(list(_not_finite(objective, d_dense, d_activations, dense, optimizer, proposals).values()))
+        overflows = {name: route.overflow for name, route in routes.items()}
+        faults = _faults(program, overflows, objective, d_dense, d_activations, dense, optimizer, proposals)
+        bad = jnp.stack(list(faults.values()))
+        overflow = psum(sum(overflows.values()), mesh)
         bad = jax.lax.pmax(bad, AXES) if mesh.size > 1 else bad
         failed_before = state.failed_step >= 0
         ok = ~failed_before & ~jnp.any(bad)
         failed_step = jnp.where(failed_before | ok, state.failed_step, state.step)
-        failed_tensor = jnp.where(failed_before | ok, state.failed_tensor, jnp.argmax(bad).astype(jnp.int32))
+        failed_check = jnp.where(failed_before | ok, state.failed_check, jnp.argmax(bad).astype(jnp.int32))
+        overflow = jnp.where(failed_before, state.overflow, overflow)
     with jax.named_scope("dense_update"):
         dense, optimizer = jax.tree.map(
             functools.partial(jnp.where, ok), (dense, optimizer), (state.dense, state.optimizer)
@@ -140,13 +153,13 @@ def train_step(
         tables = tables_lib.commit(plan, state.tables, proposals, ok)
     step = state.step + ok.astype(jnp.int32)
     new_window = jax.tree.map(lambda total, new: total + jnp.where(ok, new, 0.0), window, sums)
-    return TrainState(step, dense, optimizer, tables, failed_step, failed_tensor), new_window, state.step + 1
+    return TrainState(step, dense, optimizer, tables, failed_step, failed_check, overflow), new_window, state.step + 1
 
 
 def predict_step(program: Program, dense: Any, tables: tables_lib.Tables, batch: Batch) -> jax.Array:
     """Returns logits, float32 [B, T], seen from one device."""
     with jax.named_scope("embedding_lookup"):
-        activations, _ = tables_lib.look_up(program.plan, tables, batch.ids, batch.lengths)
+        activations, _ = tables_lib.look_up(program.plan, tables, batch.ids, batch.lengths, program.axis_sizes)
     return nnx.merge(program.graphdef, dense)(batch.dense, activations, None)
 
 
@@ -155,10 +168,30 @@ def _dropout_source(program: Program, step: jax.Array, rows: int) -> DropoutSour
     return DropoutSource(program.seed, step, first + jnp.arange(rows, dtype=jnp.int32))
 
 
+def _faults(
+    program: Program,
+    overflows: Any,
+    loss: Any,
+    d_dense: Any,
+    d_activations: Any,
+    dense: Any,
+    optimizer: Any,
+    proposals: Any,
+) -> dict[str, jax.Array]:
+    """Returns, for each check, what is wrong and whether it is, in the order in which a fault would appear."""
+    named = {
+        f"embedding {name} has more distinct rows for a device than the {program.capacities.get(name, 0)} that its "
+        "exchange holds": overflow > 0
+        for name, overflow in overflows.items()
+    }
+    tensors = _not_finite(loss, d_dense, d_activations, dense, optimizer, proposals)
+    return named | {f"{name} is not finite": is_bad for name, is_bad in tensors.items()}
+
+
 def _not_finite(
     loss: Any, d_dense: Any, d_activations: Any, dense: Any, optimizer: Any, proposals: Any
 ) -> dict[str, jax.Array]:
-    """Returns a bool per checked tensor, in the order in which a fault would appear."""
+    """Returns a bool per checked tensor."""
 
     def bad(x: jax.Array) -> jax.Array:
         return ~jnp.all(jnp.isfinite(x))
@@ -184,8 +217,8 @@ def _path(path: Any) -> str:
     )
 
 
-def checked_tensors(program: Program, state: TrainState) -> list[str]:
-    """Returns the names that `TrainState.failed_tensor` indexes."""
+def checks(program: Program, state: TrainState) -> list[str]:
+    """Returns what `TrainState.failed_check` indexes: for each check, what is wrong where it fails."""
     scalar = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     features = [f for g in program.plan.groups for s in g.segments for f in s.features]
     proposals = {
@@ -195,7 +228,8 @@ def checked_tensors(program: Program, state: TrainState) -> list[str]:
     names: list[str] = []
     # Collected inside: a dict that leaves eval_shape has its keys sorted.
     jax.eval_shape(
-        lambda *args: names.extend(_not_finite(*args)),
+        lambda *args: names.extend(_faults(program, *args)),
+        {g.name: scalar for g in program.plan.groups},
         scalar,
         state.dense,
         dict.fromkeys(features, scalar),
