@@ -32,4 +32,4 @@ $(VENV)/installed: pyproject.toml $(LOCK)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(RUN) $(RUN)_smoke
+	rm -rf $(VENV) $(RUN) $(RUN)_*

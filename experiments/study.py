@@ -48,4 +48,5 @@ def run(measure: Callable[[], Record], smoke: Callable[[], Record], render: Call
         rendered = render(record_lib.read(out))
         if not report.exists() or report.read_text() != rendered:
             raise UserError(f"{report} is not what {out}/record.json renders to; --mode=render writes it anew")
+        print(f"{report} is what {out}/record.json renders to")
     return 0

@@ -124,7 +124,10 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         if "--help" in sys.argv[1:]:
-            print(FLAGS.module_help(__name__).strip())
+            # Flags of jaxrec and its studies; absl's own are left out. A study's are defined in its module, which runs
+            # as __main__.
+            modules = sorted(m for m in FLAGS.flags_by_module_dict() if not m.startswith("absl"))
+            print("\n\n".join(text for m in modules if (text := FLAGS.module_help(m).strip())))
             sys.exit(0)
         rest = FLAGS(sys.argv)
         require(len(rest) == 1, f"{rest[1] if len(rest) > 1 else ''!r} is no flag; flags look like --name=value")

@@ -68,7 +68,7 @@ def explain_plan(what: str, data_dir: str) -> int:
 def print_summary(summary: dict) -> None:
     """Prints what a reader wants to know of a finished run."""
     for split, metrics in summary["metrics"].items():
-        print(f"{split:<11} " + "  ".join(f"{k} {_number(v)}" for k, v in metrics.items()))
+        print(f"{split:<11} " + "  ".join(f"{k} {_number(k, v)}" for k, v in metrics.items()))
     shares = "  ".join(f"{k} {v:.1%}" for k, v in summary["stage_shares"].items())
     print(
         f"steps       {summary['steps']} (best {summary['best_step']}), {summary['samples_per_second']:,.0f} samples/s"
@@ -77,11 +77,15 @@ def print_summary(summary: dict) -> None:
     print("start-up    " + "  ".join(f"{k} {v:.1f} s" for k, v in summary["startup_seconds"].items()))
 
 
-def _number(value: float | None) -> str:
+# Metrics that are counts.
+COUNTS = ("rows", "users_with_both_classes", "spilled_rows")
+
+
+def _number(name: str, value: float | None) -> str:
     """Counts without decimals, fractions with four; what is not defined as such."""
     if value is None:
         return "undefined"
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) > 1 else f"{value:.4f}"
+    return f"{value:,.0f}" if name.rpartition("/")[2] in COUNTS else f"{value:.4f}"
 
 
 if __name__ == "__main__":

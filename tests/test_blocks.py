@@ -1,5 +1,6 @@
 """Data sets on disk: round trips, interruptions, damage, and who else can read them."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -423,3 +424,16 @@ def test_the_manifest_describes_the_rows_whatever_the_files(tmp_path, monkeypatc
     assert len(other["splits"]["train"]["files"]) == 4
     assert one["splits"]["train"]["sha256"] == other["splits"]["train"]["sha256"]
     assert one["splits"]["train"]["sha256"] != one["splits"]["validation"]["sha256"]
+
+
+def test_columns_without_elements_come_back(tmp_path):
+    """A data set without dense columns may say so by an empty one."""
+    facts = dataclasses.replace(FACTS, dense=())
+    rows = {**make_columns(50), "dense": np.zeros((50, 0), np.float32)}
+    split = ArrayBlocks(rows, FACTS.block_rows)
+    folder = tmp_path / "few-1.0.0"
+    blocks.prepare(folder, facts, blocks.columns_of(rows), {"train": blocks.counted(split)})
+    got = blocks.read(folder).splits["train"]
+    for k in range(len(split)):
+        assert got[k]["dense"].shape == (len(split[k]["labels"]), 0)
+        np.testing.assert_array_equal(got[k]["labels"], split[k]["labels"])

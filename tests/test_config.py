@@ -33,7 +33,7 @@ def test_the_catalogue():
     assert len(lines) == len(NAMES)
     for name, line in zip(NAMES, lines, strict=True):
         assert line.startswith(name + " ")
-        assert len(line.removeprefix(name).strip()) > 20
+        assert line.removeprefix(name).strip(), f"{name} has no docstring to tell of it"
     with pytest.raises(UserError, match=r"--config is 'dlrm', but must be one of: .*dlrm_synthetic"):
         catalogue.get("dlrm")
 
@@ -45,7 +45,7 @@ def test_a_named_config(name):
     assert catalogue.get(name) == config
     stored = json.loads(json.dumps(config.as_dict()))
     assert overrides.from_dict(config, stored) == config
-    changed = overrides.apply(config, ["training.steps=7", "model.top_mlp=3,2,1", "mesh.data=2", "embedding.dim=5"])
+    changed = overrides.apply(config, ["training.steps=7", "mesh.data=2", "embedding.dim=5"])
     assert changed != config
     assert overrides.from_dict(config, changed.as_dict()) == changed
     assert differences(config.identity(), catalogue.get(name).identity()) == []

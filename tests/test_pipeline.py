@@ -193,7 +193,7 @@ def test_evaluation_with_a_batch_larger_than_the_split():
             "--batch_size is 104, but must be at most 103, the rows of data set numbers, split train",
         ),
         ({"batch_size": 0}, "--batch_size is 0, but must be at least 1"),
-        ({"split": "valid"}, "the split of data set numbers is 'valid', but must be one of: train"),
+        ({"split": "valid"}, "data set numbers has no split 'valid', but train"),
         ({"seed": -1}, "--seed is -1"),
         ({"window_blocks": 0}, "window_blocks is 0"),
         ({"data": dataset(rows=0), "shuffle": False}, "data set numbers, split train: it has no rows"),

@@ -2,7 +2,7 @@
 
     python -m jaxrec.train --config=dlrm_movielens --workdir=run
 
-About half a minute on 2 CPU cores. `reports/movielens_quality` has the AUC and NE to expect over 3 seeds, beside
+About 20 seconds on 2 CPU cores. `reports/movielens_quality` has the AUC and NE to expect over 3 seeds, beside
 logistic regression.
 
 Beside the task, whether the rating reaches 3, 3.5, 4.5 or 5 is trained on (`training.auxiliary_weight`): it tells the

@@ -120,4 +120,6 @@ def _type_name(wanted: Any) -> str:
         return "bool (true or false)"
     if wanted is float:
         return "float (a finite number)"
+    if typing.get_origin(wanted) is tuple:
+        return f"comma-separated list of {_type_name(typing.get_args(wanted)[0])}"
     return str(wanted) if typing.get_origin(wanted) is not None else wanted.__name__

@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -283,7 +284,13 @@ def _decode(record: bytes, columns: Mapping[str, Column]) -> dict[str, np.ndarra
             dtype = np.dtype(column.dtype)
             flat = np.frombuffer(record, dtype, (to - at) // dtype.itemsize, at) if to > at else np.empty(0, dtype)
             # Copied: a value lies at any address of the record, and need not be aligned.
-            block[name] = flat.reshape(-1, *column.shape).copy()
+            # A column without elements has as many rows as the others, which is not to be seen in its bytes.
+            block[name] = flat.reshape(-1, *column.shape).copy() if math.prod(column.shape) else flat
+    empty = [name for name in block if not math.prod(columns[name].shape)]
+    if empty:
+        rows = next(len(v) for name, v in block.items() if f"{name}/lengths" not in block and name not in empty)
+        for name in empty:
+            block[name] = block[name].reshape(rows, *columns[name].shape)
     return block
 
 

@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxrec.checks import one_of, require
+from jaxrec.checks import require
 from jaxrec.data.assemble import Rows, assemble, empty_rows, pack, stack
 from jaxrec.data.schema import Dataset, HostBatch
 
@@ -84,7 +84,8 @@ class Batches:
         Raises:
           UserError: No such split, an empty one, fewer rows than a shuffled batch needs, or a negative seed.
         """
-        one_of(f"the split of data set {dataset.name}", split, tuple(dataset.splits))
+        has = ", ".join(dataset.splits)
+        require(split in dataset.splits, f"data set {dataset.name} has no split {split!r}, but {has}")
         self._where = f"data set {dataset.name}, split {split}"
         self._blocks = dataset.splits[split]
         self.rows = self._blocks.rows

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Protocol
+
+from flax import nnx
 
 from jaxrec.checks import require
-from jaxrec.data.schema import DataConfig
+from jaxrec.data.schema import DataConfig, Schema
 from jaxrec.embeddings.spec import EmbeddingConfig
 from jaxrec.mesh import MeshConfig
 from jaxrec.models.dlrm import DLRMConfig
 from jaxrec.optim.dense import DenseOptimizerConfig
 from jaxrec.optim.schedule import ScheduleConfig
-from jaxrec.precision import policy
+from jaxrec.precision import Policy, policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +64,21 @@ class TrainingConfig:
         require(self.seed < 2**31, f"--seed is {self.seed}, but must be below 2^31")
 
 
+class ModelConfig(Protocol):
+    """What a config's `model` field is: a frozen dataclass that makes its model."""
+
+    def create(self, schema: Schema, dim: int, policy: Policy, rngs: nnx.Rngs) -> Any:
+        """Returns the NNX module for a data set's schema and embeddings of `dim` columns."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A run. `name` is the named config that it started from."""
 
     name: str
     data: DataConfig
-    model: DLRMConfig = DLRMConfig()
+    model: ModelConfig = DLRMConfig()
     embedding: EmbeddingConfig = EmbeddingConfig()
     optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -129,6 +129,8 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
                 summary = workdir.finished(options.workdir, restored) if over else None
                 if summary is not None:
                     say(f"finished    at step {restored}: nothing is left to do")
+                    if options.profile_steps is not None:
+                        say("trace       none: no step was run; --profile_steps needs a run that is not finished")
                     return summary, 0
                 say(f"resumed     from step {restored}")
                 if progress.best_step not in (-1, *checkpoints.steps):
