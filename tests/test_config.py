@@ -130,7 +130,8 @@ def test_identity_holds_all_but_what_may_change():
             "mesh.data", "mesh.model", "embedding.sharding",
             "embedding.capacity_margin", "name"}  # fmt: skip
     other = {
-        "optimizer.name": "sgd", "embedding.optimizer.name": "sgd", "model.interaction": "cross", "name": "another",
+        "optimizer.name": "sgd", "embedding.optimizer.name": "sgd", "embedding.optimizer.b1": 0.5,
+        "embedding.optimizer.b2": 0.5, "model.interaction": "cross", "name": "another",
         "data.combiner": "sum", "data.ids": "uniform", "data.labels": "bernoulli", "schedule.name": "linear",
         "precision": "bfloat16", "embedding.sharding": "row", "data.rows": 17, "model.dropout": 0.5, "data.rate": 0.5,
         "model.feature_dropout": 0.5, "data.interaction": 0.5,

@@ -37,7 +37,8 @@ def compiled_exchange(config: Config, *, training: bool):
         activations, routes = tables_lib.look_up(plan, tables, ids, lengths, sizes, program.capacities)
         if not training:
             return activations
-        return tables_lib.propose(plan, tables, routes, activations, lengths, rate, sizes)
+        merged = tables_lib.merge_gradients(plan, tables, routes, activations, lengths, sizes)
+        return tables_lib.propose(plan, tables, merged, rate, jnp.int32(0))
 
     specs = (tables_lib.partitions(plan), mesh_lib.BATCH, mesh_lib.BATCH, mesh_lib.REPLICATED)
     sharded = jax.shard_map(

@@ -11,14 +11,15 @@ import pytest
 from jaxrec.checks import UserError
 from jaxrec.optim.adagrad import scale_by_adagrad
 from jaxrec.optim.dense import DenseOptimizerConfig, direction
+from jaxrec.optim.row_rule import Context
 from jaxrec.optim.schedule import ScheduleConfig, factor
-from jaxrec.optim.sparse import SparseOptimizerConfig, row_rule
+from jaxrec.optim.sparse import SPARSE_OPTIMIZERS, SparseOptimizerConfig, row_rule
 
 U, D, STEPS = 6, 5, 5
 
 
-def row_mean(values):
-    return values.mean(axis=-1)
+def context(learning_rate, step=0):
+    return Context(jnp.float32(learning_rate), jnp.int32(step), lambda values: values.mean(axis=-1))
 
 
 def gradients(*shape):
@@ -64,7 +65,7 @@ def test_row_rules_equal_a_loop(name, eps, initial):
     weights = jnp.ones((U, D))
     slots = {s: jnp.full((U, D) if per_column else U, rule.initial) for s, per_column in rule.slots.items()}
     for g in gradients(U, D):
-        delta, slots = rule.update(jnp.asarray(g), slots, jnp.float32(0.05), row_mean)
+        delta, slots = rule.update(jnp.asarray(g), slots, context(0.05))
         weights = weights + delta
     expected, accumulator = row_loop(name, eps, initial, 0.05, gradients(U, D))
     np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-6)
@@ -79,7 +80,7 @@ def test_a_zero_gradient_leaves_a_row_unchanged(name, eps, initial):
     rule = row_rule(SparseOptimizerConfig(name, eps=eps, initial_accumulator=initial))
     for start in {rule.initial, 2.0}:
         slots = {s: jnp.full((U, D) if c else U, start, jnp.float32) for s, c in rule.slots.items()}
-        delta, new = rule.update(jnp.zeros((U, D)), slots, jnp.float32(0.5), row_mean)
+        delta, new = rule.update(jnp.zeros((U, D)), slots, context(0.5))
         assert (np.asarray(delta) == 0).all()
         for s, value in slots.items():
             np.testing.assert_array_equal(new[s], value)
@@ -88,10 +89,54 @@ def test_a_zero_gradient_leaves_a_row_unchanged(name, eps, initial):
 def test_a_column_without_gradient_stays_where_its_row_moves():
     rule = row_rule(SparseOptimizerConfig("adagrad", eps=0.0))
     g = jnp.asarray([[1.0, 0.0]])
-    delta, _ = rule.update(g, {"accumulator": jnp.zeros((1, 2))}, jnp.float32(1.0), row_mean)
+    delta, _ = rule.update(g, {"accumulator": jnp.zeros((1, 2))}, context(1.0))
     np.testing.assert_array_equal(delta, [[-1.0, 0.0]])
     updates, _ = scale_by_adagrad(0.0, 0.0).update(g, scale_by_adagrad(0.0, 0.0).init(g))
     np.testing.assert_array_equal(updates, [[1.0, 0.0]])
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-3, 0.0])
+def test_lazy_adam_is_adam_on_the_rows_that_are_touched(eps):
+    """torch.optim.SparseAdam: moments of touched rows only, bias correction by the run's step."""
+    rule = row_rule(SparseOptimizerConfig("adam", eps=eps, b1=0.8, b2=0.99))
+    weights = np.ones((U, D))
+    first, second = np.zeros((U, D)), np.zeros((U, D))
+    slots = {s: jnp.zeros((U, D)) for s in rule.slots}
+    ours = jnp.ones((U, D))
+    for step, g in enumerate(gradients(U, D)):
+        touched = np.arange(U) % (step + 2) == 0
+        rows = np.flatnonzero(touched)
+        delta, new = rule.update(jnp.asarray(g[rows]), {k: v[rows] for k, v in slots.items()}, context(0.05, step))
+        ours = ours.at[rows].add(delta)
+        slots = {k: v.at[rows].set(new[k]) for k, v in slots.items()}
+        for u in rows:
+            first[u] = 0.8 * first[u] + 0.2 * g[u].astype(np.float64)
+            second[u] = 0.99 * second[u] + 0.01 * g[u].astype(np.float64) ** 2
+            corrected = np.sqrt(second[u] / (1 - 0.99 ** (step + 1))) + eps
+            weights[u] -= 0.05 * first[u] / (1 - 0.8 ** (step + 1)) / corrected
+    np.testing.assert_allclose(ours, weights, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(slots["second"], second, rtol=1e-5)
+
+
+def test_momentum_of_rows():
+    rule = row_rule(SparseOptimizerConfig("momentum", b1=0.75))
+    velocity, total = np.zeros((U, D)), np.zeros((U, D))
+    slots = {"momentum": jnp.zeros((U, D))}
+    for g in gradients(U, D):
+        delta, slots = rule.update(jnp.asarray(g), slots, context(0.05))
+        velocity = 0.75 * velocity + g
+        total += np.asarray(delta)
+        np.testing.assert_allclose(delta, -0.05 * velocity, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SPARSE_OPTIMIZERS)
+def test_the_sentinel_stays(name):
+    rule = row_rule(SparseOptimizerConfig(name, initial_accumulator=0.25))
+    slots = {s: jnp.full((U, D) if c else U, rule.initial, jnp.float32) for s, c in rule.slots.items()}
+    delta, new = rule.update(jnp.zeros((U, D)), slots, context(0.5, 7))
+    assert not np.asarray(delta).any()
+    for s, value in slots.items():
+        np.testing.assert_array_equal(new[s], value)
 
 
 @pytest.mark.parametrize("name", ["adam", "adagrad", "sgd"])
@@ -141,8 +186,8 @@ def test_schedules():
     "make, message",
     [
         (
-            lambda: SparseOptimizerConfig("adam"),
-            "embedding.optimizer.name is 'adam', but must be one of: rowwise_adagrad",
+            lambda: SparseOptimizerConfig("adamw"),
+            "embedding.optimizer.name is 'adamw', but must be one of: rowwise_adagrad",
         ),
         (lambda: SparseOptimizerConfig(learning_rate=-1.0), "embedding.optimizer.learning_rate is -1.0"),
         (lambda: SparseOptimizerConfig(eps=-1.0), "embedding.optimizer.eps is -1.0"),

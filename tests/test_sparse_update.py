@@ -29,6 +29,8 @@ OPTIMIZERS = {
     # eps is large, so that its place in the formula shows.
     "rowwise_adagrad": SparseOptimizerConfig("rowwise_adagrad", learning_rate=0.5, eps=2.0**-4),
     "adagrad": SparseOptimizerConfig("adagrad", learning_rate=0.5, eps=2.0**-4, initial_accumulator=0.125),
+    "adam": SparseOptimizerConfig("adam", learning_rate=0.5, eps=2.0**-4, b1=0.75, b2=0.875),
+    "momentum": SparseOptimizerConfig("momentum", learning_rate=0.5, b1=0.75, weight_decay=0.125),
 }
 # Feature -> table; `watched` is categorical, the others are bags.
 FEATURES = {"watched": "items", "history": "items", "tags": "tags"}
@@ -112,18 +114,33 @@ def reference_merge(step: Step, combiner: str):
     return total, absolute, count
 
 
-def reference_update(optimizer: str, gradient: np.ndarray, weights: np.ndarray, accumulator: np.ndarray | None):
-    """Returns (what is added to the weights, new accumulator) in float64."""
+def reference_update(optimizer: str, gradient: np.ndarray, before: dict[str, np.ndarray], step: int):
+    """Returns in float64, by part: new values, and the sum of the absolute terms that each was made of."""
     config = OPTIMIZERS[optimizer]
     g, rate = gradient.astype(np.float64), config.learning_rate * RATE
+    old = {part: value.astype(np.float64) for part, value in before.items()}
+    w = old["weights"]
+    size = np.abs(g)  # Of the terms that the direction is made of.
+    slots, sizes = {}, {}
     if optimizer == "sgd":
-        return -rate * g, None
-    assert accumulator is not None
-    if optimizer == "rowwise_adagrad":
-        new = accumulator.astype(np.float64) + (g**2).mean(axis=1)
-        return -rate * g / (np.sqrt(new) + config.eps)[:, None], new
-    new = accumulator.astype(np.float64) + g**2
-    return -rate * g / (np.sqrt(new) + config.eps), new
+        direction = g
+    elif optimizer == "momentum":
+        direction = slots["momentum"] = config.b1 * old["momentum"] + g
+        size = sizes["momentum"] = config.b1 * np.abs(old["momentum"]) + size
+    elif optimizer == "adam":
+        slots["first"] = config.b1 * old["first"] + (1 - config.b1) * g
+        sizes["first"] = config.b1 * np.abs(old["first"]) + (1 - config.b1) * size
+        slots["second"] = sizes["second"] = config.b2 * old["second"] + (1 - config.b2) * g**2
+        root = np.sqrt(slots["second"] / (1 - config.b2 ** (step + 1))) + config.eps
+        direction, size = (x / (1 - config.b1 ** (step + 1)) / root for x in (slots["first"], sizes["first"]))
+    else:
+        square = (g**2).mean(axis=1) if optimizer == "rowwise_adagrad" else g**2
+        slots["accumulator"] = sizes["accumulator"] = old["accumulator"] + square
+        root = np.sqrt(slots["accumulator"]) + config.eps
+        direction = g / (root[:, None] if optimizer == "rowwise_adagrad" else root)
+        size = np.abs(direction)
+    delta = -rate * direction - rate * config.weight_decay * w
+    return {"weights": w + delta, **slots}, {"weights": np.abs(w) * (1 + rate) + rate * size, **sizes}
 
 
 @functools.cache
@@ -140,19 +157,20 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
     sizes = dict(mesh.shape)
     partitions = tables_lib.partitions(plan)
 
-    def body(tables, ids, lengths, gradients, rate, ok):
+    def body(tables, ids, lengths, gradients, rate, step, ok):
         _, routes = tables_lib.look_up(plan, tables, ids, lengths, sizes)
-        proposals = tables_lib.propose(plan, tables, routes, gradients, lengths, rate, sizes)
+        merged = tables_lib.merge_gradients(plan, tables, routes, gradients, lengths, sizes)
+        proposals = tables_lib.propose(plan, tables, merged, rate, step)
         return tables_lib.commit(plan, tables, proposals, ok)
 
-    specs_in = (partitions, mesh_lib.BATCH, mesh_lib.BATCH, mesh_lib.BATCH, mesh_lib.REPLICATED, mesh_lib.REPLICATED)
+    specs_in = (partitions, mesh_lib.BATCH, mesh_lib.BATCH, mesh_lib.BATCH, *[mesh_lib.REPLICATED] * 3)
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs_in, out_specs=partitions, check_vma=False))
 
-    def update(tables, step: Step, rate: float, ok: bool = True):
+    def update(tables, step: Step, rate: float, number: int, ok: bool = True):
         ids = np.concatenate([step.ids[f.name.split("/")[1]] for f in features], axis=1).astype(np.int32)
         lengths = np.stack([step.lengths[f.name.split("/")[1]] for f in schema.bags], axis=1).astype(np.int32)
         gradients = {f.name: step.gradients[f.name.split("/")[1]] for f in features}
-        return program(tables, ids, lengths, gradients, jnp.float32(rate), jnp.asarray(ok))
+        return program(tables, ids, lengths, gradients, jnp.float32(rate), jnp.int32(number), jnp.asarray(ok))
 
     def new_tables(seed: int | None):
         """Random weights and scratch, or zeros without a seed."""
@@ -180,7 +198,7 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
         return out
 
     def merged(step: Step):
-        after = logical(update(new_tables(None), step, 1.0))
+        after = logical(update(new_tables(None), step, 1.0, 0))
         return {t: -after["sgd", t]["weights"] for t in ROWS}
 
     steps = [make_step(combiner, k, dyadic=False) for k in range(STEPS)]
@@ -191,11 +209,11 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
         poisoned = step._replace(
             gradients={n: np.full_like(g, [1, np.nan, np.inf][k]) for n, g in step.gradients.items()}
         )
-        refused = update(tables, poisoned, RATE, ok=False)
+        refused = update(tables, poisoned, RATE, k, ok=False)
         for g in plan.groups:
             old, new = tables[g.name], refused[g.name]
             result.refused.append(((old.weights, old.slots), (new.weights, new.slots)))
-        tables = update(refused, step, RATE)
+        tables = update(refused, step, RATE, k)
         result.after.append(logical(tables))
         result.arrays.append({g.name: (g, tables[g.name]) for g in plan.groups})
     result.merged_dyadic.extend(merged(make_step(combiner, k, dyadic=True)) for k in range(STEPS))
@@ -232,13 +250,12 @@ def test_rows_follow_the_optimizer_within_8_eps(sharding, combiner, optimizer, m
         _, _, count = reference_merge(make_step(combiner, k, dyadic=False), combiner)
         for t, rows in ROWS.items():
             before, after = result.before[k][optimizer, t], result.after[k][optimizer, t]
-            weights, accumulator = before["weights"].astype(np.float64), before.get("accumulator")
-            delta, new = reference_update(optimizer, result.merged[k][t], weights, accumulator)
-            error = np.abs(after["weights"] - (weights + delta))
-            assert (error <= 8 * EPS * (np.abs(weights) + np.abs(delta))).all(), (k, t)
-            if new is not None:
-                assert (np.abs(after["accumulator"] - new) <= 8 * EPS * np.abs(new)).all(), (k, t)
+            expected, size = reference_update(optimizer, result.merged[k][t], before, k)
             touched = count[t] > 0
+            assert expected.keys() == before.keys()
+            for part, value in expected.items():
+                error = np.abs(after[part] - value)[touched]
+                assert (error <= 8 * EPS * size[part][touched]).all(), (k, t, part)
             for part in before:
                 changed = (before[part] != after[part]).reshape(rows, -1).any(axis=1)
                 assert before[part][~touched].tobytes() == after[part][~touched].tobytes()

@@ -337,6 +337,36 @@ def test_an_update_that_overflows_names_its_parameter():
     assert copies(without_scratch(state)) == before
 
 
+@over_strategies
+def test_clipping_bounds_the_global_norm(sharding):
+    """With SGD of rate 1 a step's change is its gradient: clipped, it has the norm asked for and the same direction."""
+    sgd = SparseOptimizerConfig("sgd", learning_rate=1.0)
+    plain = dataclasses.replace(
+        on(BASE, sharding, (2, 4)),
+        optimizer=DenseOptimizerConfig("sgd", learning_rate=1.0),
+        embedding=dataclasses.replace(BASE.embedding, optimizer=sgd, sharding=sharding),
+        schedule=ScheduleConfig(),
+    )
+
+    def change(clip_norm: float, config: Config = plain):
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, clip_norm=clip_norm))
+        program, state, window, step = start(config)
+        before = host(program, state)
+        state, *_ = step(state, window, batch(0))
+        assert int(state.failed_step) == -1
+        return {name: value - before[name] for name, value in host(program, state).items()}
+
+    free, loose, tight = change(0.0), change(1e6), change(0.01)
+    norm = np.sqrt(sum((d.astype(np.float64) ** 2).sum() for d in free.values()))
+    assert norm > 0.1
+    for name, d in free.items():
+        np.testing.assert_array_equal(loose[name], d)
+        np.testing.assert_allclose(tight[name], d * (0.01 / norm), rtol=1e-3, atol=1e-7, err_msg=name)
+    single = change(0.01, dataclasses.replace(plain, mesh=MeshConfig()))
+    for name, d in tight.items():
+        np.testing.assert_allclose(single[name], d, rtol=1e-3, atol=1e-7, err_msg=name)
+
+
 def test_checks_have_names_of_their_own():
     program, state, *_ = start(on(BASE, "row", (2, 4)))
     names = checks(program, state)

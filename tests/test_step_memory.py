@@ -20,7 +20,7 @@ from jaxrec.models.dlrm import DLRMConfig
 from jaxrec.optim import dense as dense_optim
 from jaxrec.optim.dense import DenseOptimizerConfig
 from jaxrec.optim.schedule import ScheduleConfig
-from jaxrec.optim.sparse import SPARSE_OPTIMIZERS, SparseOptimizerConfig
+from jaxrec.optim.sparse import SPARSE_OPTIMIZERS, SparseOptimizerConfig, row_rule
 from jaxrec.precision import policy
 from jaxrec.training import setup
 from jaxrec.training.state import TrainState, empty_window
@@ -83,8 +83,12 @@ def test_tables_are_aliased_and_temporaries_do_not_grow_with_them(sharding, mesh
         # Two tables of a group have room on two shards; the others' rows are split over all.
         shards = {"replicated": 1, "column": 1, "table": min(2, mesh[1])}.get(sharding, mesh[1])
         dim = DIM // mesh[1] if sharding == "column" else DIM
-        # Weights and scratch of three groups of two tables; accumulators of one a row, and of one an element.
-        expected = 2 * rows * 4 * (3 * (dim + 1) + 1 + dim) // shards
+        # Weights, scratch and optimizer rows of a group of two tables per optimizer.
+        slots = [
+            per_column for o in SPARSE_OPTIMIZERS for per_column in row_rule(SparseOptimizerConfig(o)).slots.values()
+        ]
+        numbers = len(SPARSE_OPTIMIZERS) * (dim + 1) + sum(dim if per_column else 1 for per_column in slots)
+        expected = 2 * rows * 4 * numbers // shards
         assert expected <= table_bytes <= 1.01 * expected
         assert memory.alias_size_in_bytes >= table_bytes
         # All that comes in but the batch, all that goes out but the step's number.

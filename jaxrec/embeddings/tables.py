@@ -1,4 +1,5 @@
-"""The tables of a model as one pytree, and the three things a step does with them: look up, propose, commit.
+"""The tables of a model as one pytree, and what a step does with them: look up, merge gradients, propose,
+commit.
 
 Shape suffixes: B rows of this device's batch, N occurrences of this device, M occurrences that reach this device,
 D dim.
@@ -21,6 +22,7 @@ from jaxrec.embeddings import lookup as local_lookup
 from jaxrec.embeddings.merge import IN_BOUNDS, merge
 from jaxrec.embeddings.plan import Group, Plan
 from jaxrec.embeddings.sharded import COLLECT, GATHER, Route, capacity_of
+from jaxrec.optim.row_rule import Context
 
 
 class Table(NamedTuple):
@@ -38,6 +40,20 @@ class Table(NamedTuple):
 
 
 Tables = dict[str, Table]
+
+
+class RowGradients(NamedTuple):
+    """The gradients of the rows that a device holds.
+
+    Attributes:
+      rows: int32 [M], local rows; the sentinel where there is none.
+      gradient: float32 [M, D], of the global batch; 0 at sentinels.
+      scratch: The scratch after merging.
+    """
+
+    rows: jax.Array
+    gradient: jax.Array
+    scratch: jax.Array
 
 
 class Proposal(NamedTuple):
@@ -137,16 +153,15 @@ def look_up(
     return pooled, routes
 
 
-def propose(
+def merge_gradients(
     plan: Plan,
     tables: Tables,
     routes: Mapping[str, Route],
     gradients: Mapping[str, jax.Array],
     lengths: jax.Array,
-    rate: jax.Array,
     axis_sizes: dict[str, int],
-) -> dict[str, Proposal]:
-    """Computes each group's update from the gradients of the pooled activations.
+) -> dict[str, RowGradients]:
+    """Brings the gradients of the pooled activations to the rows' holders, one sum per distinct row.
 
     Args:
       plan: The layout.
@@ -154,24 +169,62 @@ def propose(
       routes: From `look_up`.
       gradients: Feature -> the gradient of its activations, of the same shape.
       lengths: int32 [B, bags].
-      rate: The schedule's factor, which multiplies each group's learning rate.
       axis_sizes: Of the mesh.
     """
-    proposals = {}
+    merged_gradients = {}
     for g in plan.groups:
         spread = local_lookup.spread(g, gradients, lengths).reshape(-1, g.dim)
         rows, row_gradients = COLLECT[g.sharding](g, routes[g.name], spread, axis_sizes)
-        table = tables[g.name]
-        merged = merge(rows, row_gradients, table.scratch)
+        merged = merge(rows, row_gradients, tables[g.name].scratch)
         write = merged.first & (rows != g.shard_rows)
         # Everything that is not written is sent to the sentinel with gradient 0, whose update is the identity.
-        rows = jnp.where(write, rows, g.shard_rows)
-        gradient = jnp.where(write[:, None], merged.gradient, 0.0)
-        old = {name: s.at[rows].get(mode=IN_BOUNDS) for name, s in table.slots.items()}
-        delta, slots = g.rule.update(
-            gradient, old, g.tables[0].optimizer.learning_rate * rate, functools.partial(_row_mean, g)
+        merged_gradients[g.name] = RowGradients(
+            jnp.where(write, rows, g.shard_rows), jnp.where(write[:, None], merged.gradient, 0.0), merged.scratch
         )
-        proposals[g.name] = Proposal(rows, delta, slots, merged.scratch)
+    return merged_gradients
+
+
+def squared_norm(plan: Plan, gradients: Mapping[str, RowGradients]) -> jax.Array:
+    """Returns the sum of the squares of all row gradients, each row counted once; the same on every device."""
+    total = jnp.zeros((), jnp.float32)
+    for g in plan.groups:
+        local = jnp.sum(jnp.square(gradients[g.name].gradient))
+        split = g.shards > 1 or g.column_shards > 1  # Else every device has all of it.
+        total += jax.lax.psum(local, "model") if split else local
+    return total
+
+
+def propose(
+    plan: Plan,
+    tables: Tables,
+    gradients: Mapping[str, RowGradients],
+    rate: jax.Array,
+    step: jax.Array,
+    scale: jax.Array | None = None,
+) -> dict[str, Proposal]:
+    """Computes each group's update.
+
+    Args:
+      plan: The layout.
+      tables: This device's shards.
+      gradients: From `merge_gradients`.
+      rate: The schedule's factor, which multiplies each group's learning rate.
+      step: int32, steps taken before this one.
+      scale: Multiplies every gradient.
+    """
+    proposals = {}
+    for g in plan.groups:
+        table, optimizer = tables[g.name], g.tables[0].optimizer
+        rows, gradient, scratch = gradients[g.name]
+        if scale is not None:
+            gradient *= scale
+        old = {name: s.at[rows].get(mode=IN_BOUNDS) for name, s in table.slots.items()}
+        learning_rate = optimizer.learning_rate * rate
+        delta, slots = g.rule.update(gradient, old, Context(learning_rate, step, functools.partial(_row_mean, g)))
+        if optimizer.weight_decay:
+            weights = table.weights.at[rows].get(mode=IN_BOUNDS)
+            delta -= learning_rate * optimizer.weight_decay * weights
+        proposals[g.name] = Proposal(rows, delta, slots, scratch)
     return proposals
 
 

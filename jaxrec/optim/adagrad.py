@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrec.optim.row_rule import RowMean, Rows, Update
+from jaxrec.optim.row_rule import Context, Rows, Update
 
 
 def _direction(gradient: jax.Array, accumulator: jax.Array, eps: float) -> jax.Array:
@@ -23,10 +23,9 @@ def _direction(gradient: jax.Array, accumulator: jax.Array, eps: float) -> jax.A
 def update_rows(eps: float) -> Update:
     """Returns the row update a += g^2, w -= lr * g / (sqrt(a) + eps), element by element."""
 
-    def apply(gradient: jax.Array, slots: Rows, learning_rate: jax.Array, row_mean: RowMean):
-        del row_mean
+    def apply(gradient: jax.Array, slots: Rows, context: Context):
         accumulator = slots["accumulator"] + gradient * gradient
-        return -learning_rate * _direction(gradient, accumulator, eps), {"accumulator": accumulator}
+        return -context.learning_rate * _direction(gradient, accumulator, eps), {"accumulator": accumulator}
 
     return apply
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxrec.optim.row_rule import RowMean, Rows, Update
+from jaxrec.optim.row_rule import Context, Rows, Update
 
 
 def update(eps: float) -> Update:
@@ -15,11 +15,11 @@ def update(eps: float) -> Update:
     embeddings, `OptimType.EXACT_ROWWISE_ADAGRAD`.
     """
 
-    def apply(gradient: jax.Array, slots: Rows, learning_rate: jax.Array, row_mean: RowMean):
-        accumulator = slots["accumulator"] + row_mean(gradient * gradient)
+    def apply(gradient: jax.Array, slots: Rows, context: Context):
+        accumulator = slots["accumulator"] + context.row_mean(gradient * gradient)
         denominator = jnp.sqrt(accumulator) + eps
         # With eps 0 an untouched row must stay, not become 0 / 0.
-        scale = jnp.where(denominator > 0, learning_rate / denominator, 0.0)
+        scale = jnp.where(denominator > 0, context.learning_rate / denominator, 0.0)
         return -scale[:, None] * gradient, {"accumulator": accumulator}
 
     return apply

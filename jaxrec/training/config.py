@@ -33,6 +33,7 @@ class TrainingConfig:
       patience: Evaluations without a better validation NE after which training stops; 0: never.
       eval_batch_size: Rows of an evaluation batch; 0: batch_size.
       auxiliary_weight: Of the mean of the auxiliary tasks' losses, which is added to the tasks' own.
+      clip_norm: Gradients, dense and of embedding rows together, are scaled down to this global norm; 0: never.
       auc_row_budget: Rows of an evaluation kept in memory for the exact AUC; more spill to disk.
     """
 
@@ -46,18 +47,19 @@ class TrainingConfig:
     patience: int = 0
     eval_batch_size: int = 0
     auxiliary_weight: float = 1.0
+    clip_norm: float = 0.0
     auc_row_budget: int = 4_000_000
 
     def __post_init__(self):
         for field, least in (
             ("steps", 1), ("batch_size", 1), ("seed", 0), ("log_every", 1), ("eval_every", 0), ("checkpoint_every", 0),
             ("keep_last", 1), ("patience", 0), ("eval_batch_size", 0), ("auc_row_budget", 1),
-            ("auxiliary_weight", 0),
+            ("auxiliary_weight", 0), ("clip_norm", 0),
         ):  # fmt: skip
             value = getattr(self, field)
             what = (
                 f"training.{field}"
-                if field in ("eval_batch_size", "auc_row_budget", "auxiliary_weight")
+                if field in ("eval_batch_size", "auc_row_budget", "auxiliary_weight", "clip_norm")
                 else f"--{field}"
             )
             require(value >= least, f"{what} is {value}, but must be at least {least}")
@@ -103,7 +105,7 @@ class Config:
         return {
             "data": d["data"], "model": d["model"], "embedding": embedding, "optimizer": d["optimizer"],
             "schedule": d["schedule"], "precision": d["precision"],
-            **{k: d["training"][k] for k in ("seed", "batch_size", "auxiliary_weight")},
+            **{k: d["training"][k] for k in ("seed", "batch_size", "auxiliary_weight", "clip_norm")},
         }  # fmt: skip
 
 

@@ -56,6 +56,7 @@ def build_program(config: Config, dataset: Dataset, batches: Batches | None = No
         seed=config.training.seed,
         tasks=len(schema.labels),
         auxiliary_weight=config.training.auxiliary_weight,
+        clip_norm=config.training.clip_norm,
         capacities={} if batches is None else measure_capacities(config, plan, batches),
     )
     return program, dense

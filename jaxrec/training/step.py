@@ -44,6 +44,7 @@ class Program:
       seed: For dropout.
       tasks: How many of the labels' columns, the first, are tasks of their own; the rest are auxiliary.
       auxiliary_weight: See `TrainingConfig`.
+      clip_norm: See `TrainingConfig`.
       capacities: Group -> rows that a device may send to another in a training step; see `sharded`.
     """
 
@@ -55,6 +56,7 @@ class Program:
     seed: int
     tasks: int
     auxiliary_weight: float
+    clip_norm: float = 0.0
     capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -126,17 +128,28 @@ def train_step(
         d_dense, sums, objective = psum((d_dense, sums, objective), mesh)
         scale = tasks / jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
         d_dense, d_activations = jax.tree.map(lambda g: g * scale, (d_dense, d_activations))
+    rate = factor(program.schedule, state.step)
+    with jax.named_scope("embedding_update"):
+        row_gradients = tables_lib.merge_gradients(
+            plan, state.tables, routes, d_activations, lengths, program.axis_sizes
+        )
+    norm, clip = jnp.zeros(()), None
+    if program.clip_norm:
+        with jax.named_scope("clip"):
+            squares = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(d_dense))
+            norm = jnp.sqrt(squares + tables_lib.squared_norm(plan, row_gradients))
+            clip = jnp.minimum(1.0, program.clip_norm / norm)
+            d_dense = jax.tree.map(lambda g: g * clip, d_dense)
     with jax.named_scope("dense_update"):
-        rate = factor(program.schedule, state.step)
         direction, optimizer = dense_optim.direction(program.optimizer).update(d_dense, state.optimizer, state.dense)
         dense = optax.apply_updates(
             state.dense, jax.tree.map(lambda d: -program.optimizer.learning_rate * rate * d, direction)
         )
     with jax.named_scope("embedding_update"):
-        proposals = tables_lib.propose(plan, state.tables, routes, d_activations, lengths, rate, program.axis_sizes)
+        proposals = tables_lib.propose(plan, state.tables, row_gradients, rate, state.step, clip)
     with jax.named_scope("finite_check"):
         overflows = {name: route.overflow for name, route in routes.items()}
-        faults = _faults(program, overflows, objective, d_dense, d_activations, dense, optimizer, proposals)
+        faults = _faults(program, overflows, objective, norm, d_dense, d_activations, dense, optimizer, proposals)
         bad = jnp.stack(list(faults.values()))
         overflow = psum(sum(overflows.values()), mesh)
         bad = jax.lax.pmax(bad, AXES) if mesh.size > 1 else bad
@@ -172,6 +185,7 @@ def _faults(
     program: Program,
     overflows: Any,
     loss: Any,
+    norm: Any,
     d_dense: Any,
     d_activations: Any,
     dense: Any,
@@ -185,6 +199,8 @@ def _faults(
         for name, overflow in overflows.items()
     }
     tensors = _not_finite(loss, d_dense, d_activations, dense, optimizer, proposals)
+    # Finite gradients may have squares that are not: clipping would then make every update 0, and hide it.
+    tensors["global norm of the gradients"] = ~jnp.isfinite(norm).all()
     return named | {f"{name} is not finite": is_bad for name, is_bad in tensors.items()}
 
 
@@ -230,6 +246,7 @@ def checks(program: Program, state: TrainState) -> list[str]:
     jax.eval_shape(
         lambda *args: names.extend(_faults(program, *args)),
         {g.name: scalar for g in program.plan.groups},
+        scalar,
         scalar,
         state.dense,
         dict.fromkeys(features, scalar),
