@@ -42,7 +42,7 @@ def define_train() -> None:
     flags.DEFINE_string("config", None, "Named config; 'help' lists them.")
     flags.DEFINE_multi_string("set", [], "path=value: sets any field of the config; may be repeated.")
     flags.DEFINE_string("precision", None, "Compute type of the dense part: float32 or bfloat16.")
-    flags.DEFINE_string("dense_sharding", "replicated", "How dense parameters are spread: replicated.")
+    flags.DEFINE_string("dense_sharding", None, "How dense parameters are spread: replicated, or fsdp (over model).")
     flags.DEFINE_float("capacity_margin", None, "Room of an exchange over the rows measured; 0: for the worst case.")
     flags.DEFINE_integer("steps", None, "Updates in all.")
     flags.DEFINE_integer("batch_size", None, "Rows of a global batch.")
@@ -96,14 +96,11 @@ def resolve_config() -> Any:
     if not FLAGS.config:
         raise UserError(f"--config is not given, but must be one of: {', '.join(catalogue.names())} (or help)")
     config = overrides.apply(catalogue.get(FLAGS.config), FLAGS.set)
-    require(
-        FLAGS.dense_sharding == "replicated",
-        f"--dense_sharding is {FLAGS.dense_sharding!r}, but must be one of: replicated",
-    )
     values = {
         "precision": FLAGS.precision,
         "mesh": None if FLAGS.mesh is None else mesh.parse(FLAGS.mesh),
         "embedding.sharding": FLAGS.embedding_sharding,
+        "dense_sharding": FLAGS.dense_sharding,
         "embedding.capacity_margin": FLAGS.capacity_margin,
     }
     for name in ("steps", "batch_size", "seed", "log_every", "eval_every", "checkpoint_every", "keep_last", "patience"):

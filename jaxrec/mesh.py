@@ -13,6 +13,7 @@ from jaxrec.checks import UserError, require
 AXES = ("data", "model")
 BATCH = PartitionSpec(AXES)  # The leading (batch) dimension over all devices.
 REPLICATED = PartitionSpec()
+MODEL = PartitionSpec("model")  # The leading dimension over the shard group, the same in each replica of it.
 
 
 @dataclasses.dataclass(frozen=True)

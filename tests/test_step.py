@@ -11,12 +11,15 @@ from flax import nnx
 
 from jaxrec.data.schema import Batch, Dataset, FeatureSpec, Schema
 from jaxrec.embeddings.spec import EmbeddingConfig
+from jaxrec.fsdp import unpack
 from jaxrec.mesh import MeshConfig
 from jaxrec.models.dlrm import DLRMConfig
 from jaxrec.optim.dense import DenseOptimizerConfig
 from jaxrec.optim.schedule import ScheduleConfig
 from jaxrec.optim.sparse import SparseOptimizerConfig
+from jaxrec.profiling.collectives import collectives
 from jaxrec.training import setup
+from jaxrec.training.checkpoint import from_arrays, to_arrays
 from jaxrec.training.config import Config, TrainingConfig
 from jaxrec.training.step import checks, shard_predict_step, shard_train_step
 
@@ -90,7 +93,10 @@ def batch(k: int) -> Batch:
 
 def host(program, state):
     """The state's floats by name: dense parameters, tables and optimizer rows, whatever the mesh."""
-    out = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state.dense)}
+    out = {}
+    leaves, shapes = jax.tree_util.tree_leaves_with_path(state.dense), jax.tree.leaves(program.whole_shapes(state)[0])
+    for (path, x), shape in zip(leaves, shapes, strict=True):
+        out[jax.tree_util.keystr(path)] = unpack(np.asarray(x), shape.shape, program.dense_shards)
     for g in program.plan.groups:
         table = state.tables[g.name]
         for part, array in {"weights": table.weights, **table.slots}.items():
@@ -127,6 +133,66 @@ def test_eight_devices_equal_one(sharding, mesh):
     for name, value in expected.items():
         # Adam divides by the root of its mean square, which enlarges rounding where a gradient is near 0.
         np.testing.assert_allclose(state[name], value, rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+def fsdp(config: Config) -> Config:
+    return dataclasses.replace(config, dense_sharding="fsdp")
+
+
+@pytest.mark.parametrize(
+    "sharding, mesh", [("replicated", (1, 8)), ("column", (2, 4)), ("row", (2, 4)), ("replicated", (8, 1))]
+)
+def test_fsdp_equals_one_device(sharding, mesh):
+    losses, state = train(fsdp(on(BASE, sharding, mesh)), STEPS)
+    expected_losses, expected = one_device()
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6, atol=0)
+    for name, value in expected.items():
+        np.testing.assert_allclose(state[name], value, rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+def test_fsdp_stores_parts_and_gathers_layer_by_layer():
+    """Stored bytes fall with `model`; at no time are all layers whole; bytes moved are the docstring's."""
+    wide = dataclasses.replace(BASE.model, bottom_mlp=(8, 8), top_mlp=(512,) * 6)
+    memory, moved, elements = {}, {}, 0
+    for name, config in (
+        ("whole", dataclasses.replace(on(BASE, "replicated", (1, 8)), model=wide)),
+        ("parts", fsdp(dataclasses.replace(on(BASE, "replicated", (1, 8)), model=wide))),
+    ):
+        program, state, window, step = start(config)
+        compiled = step.lower(state, window, batch(0)).compile()
+        memory[name] = compiled.memory_analysis()
+        moved[name] = sum(c.received_bytes for c in collectives(compiled))
+        elements = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(program.whole_shapes(state)[0]))
+    parameters = 4 * elements
+    assert parameters > 5 * 4 * 512 * 512
+    # Parameters and Adam's two moments: 3 whole copies, against 3 eighths.
+    saved = memory["whole"].argument_size_in_bytes - memory["parts"].argument_size_in_bytes
+    assert abs(saved - 3 * parameters * 7 / 8) < 0.01 * parameters
+    # Without the parts' own gradients and updates the temporaries hold a few layers, not all.
+    assert memory["parts"].temp_size_in_bytes < memory["whole"].temp_size_in_bytes
+    assert memory["parts"].temp_size_in_bytes < 0.75 * parameters
+    # Gathered twice and scattered once, against one all-reduce of as much as two of these.
+    extra = moved["parts"] - moved["whole"]
+    assert abs(extra - parameters * 7 / 8) < 0.01 * parameters
+
+
+def test_a_state_goes_through_checkpoints_between_dense_shardings():
+    config = on(BASE, "row", (2, 4))
+    program, state, window, step = start(fsdp(config))
+    state, window, _ = step(state, window, batch(0))
+    arrays = to_arrays(program, state)
+    other, other_state, other_window, other_step = start(on(BASE, "replicated", (1, 8)))
+    moved = from_arrays(other, other_state, arrays, "checkpoint")
+    back = to_arrays(other, moved)
+    assert arrays.keys() == back.keys() and any(name.startswith("optimizer/") for name in arrays)
+    for name, value in arrays.items():
+        assert value.tobytes() == back[name].tobytes(), name
+    losses = []
+    for here, its_window, its_step in ((state, start(fsdp(config))[2], step), (moved, other_window, other_step)):
+        after, its_sums, _ = its_step(here, its_window, batch(1))
+        losses.append(float(its_sums.loss) / float(its_sums.weight))
+        assert int(after.step) == 2
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
 # The plain reference: one device, tables as ordinary arrays with dense gradients, no plan, no routes, no shard_map.
@@ -362,9 +428,10 @@ def test_clipping_bounds_the_global_norm(sharding):
     for name, d in free.items():
         np.testing.assert_array_equal(loose[name], d)
         np.testing.assert_allclose(tight[name], d * (0.01 / norm), rtol=1e-3, atol=1e-7, err_msg=name)
-    single = change(0.01, dataclasses.replace(plain, mesh=MeshConfig()))
-    for name, d in tight.items():
-        np.testing.assert_allclose(single[name], d, rtol=1e-3, atol=1e-7, err_msg=name)
+    for other in (dataclasses.replace(plain, mesh=MeshConfig()), fsdp(plain)):
+        again = change(0.01, other)
+        for name, d in tight.items():
+            np.testing.assert_allclose(again[name], d, rtol=1e-3, atol=1e-7, err_msg=name)
 
 
 def test_checks_have_names_of_their_own():

@@ -89,7 +89,7 @@ TRAIN = {
                    ["--embedding_sharding=column", "embedding.dim, which is 4", "3 devices"]),
     "capacity_margin": (["--capacity_margin=0.5"], ["--capacity_margin is 0.5", "at least 1", "0"]),
     "plan_unknown": (["--plan=draw"], ["--plan is 'draw'", "explain"]),
-    "dense_sharding_not_built": (["--dense_sharding=fsdp"], ["--dense_sharding is 'fsdp'", "replicated"]),
+    "dense_sharding_unknown": (["--dense_sharding=zero"], ["--dense_sharding is 'zero'", "replicated, fsdp"]),
     "set_no_equals": (["--set=model.top_mlp"], ["--set is 'model.top_mlp'", "path=value"]),
     "set_path": (["--set=model.top=5"], ["--set model.top", "model has no field 'top'", "top_mlp"]),
     "set_head": (["--set=modle.top_mlp=5"], ["--set modle.top_mlp", "no field 'modle'", "model"]),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrec import counters
+from jaxrec.fsdp import apply_whole
 from jaxrec.precision import Policy
 
 
@@ -51,12 +52,18 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), policy.param))
         self.bias = nnx.Param(jnp.zeros((outputs,), policy.param)) if bias else None
         self.policy = policy
+        self.shapes = ((inputs, outputs), *([(outputs,)] if bias else []))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, I] -> float32 [B, O]."""
-        compute = self.policy.compute
-        y = jnp.dot(x.astype(compute), self.kernel[...].astype(compute), preferred_element_type=self.policy.accumulate)
-        return y if self.bias is None else y + self.bias[...]
+        """[B, I] -> float32 [B, O]. The parameters may be this device's parts of them, see `fsdp`."""
+
+        def apply(x: jax.Array, kernel: jax.Array, *bias: jax.Array) -> jax.Array:
+            compute = self.policy.compute
+            y = jnp.dot(x.astype(compute), kernel.astype(compute), preferred_element_type=self.policy.accumulate)
+            return y + bias[0] if bias else y
+
+        arrays = (self.kernel[...], *([] if self.bias is None else [self.bias[...]]))
+        return apply_whole(apply, x, arrays, self.shapes)
 
 
 class MLP(nnx.Module):

@@ -23,8 +23,9 @@ from orbax.checkpoint import v1 as ocp
 from jaxrec.checks import UserError, require
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.tables import Table
+from jaxrec.fsdp import unpack
 from jaxrec.training.config import describe, differences
-from jaxrec.training.setup import replicate
+from jaxrec.training.setup import place_dense, replicate
 from jaxrec.training.state import TrainState
 from jaxrec.training.step import Program
 
@@ -198,8 +199,9 @@ def _ignore_late_errors() -> None:
 def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
     """Returns the logical arrays of a state, on the host."""
     arrays = {"step": np.array(state.step)}
-    for part, tree in (("dense", state.dense), ("optimizer", state.optimizer)):
-        arrays |= {f"{part}/{_key(path)}": np.array(leaf) for path, leaf in _leaves(tree)}
+    for part, tree, shapes in _dense_parts(program, state):
+        for (path, leaf), shape in zip(_leaves(tree), jax.tree.leaves(shapes), strict=True):
+            arrays[f"{part}/{_key(path)}"] = unpack(np.array(leaf), shape.shape, program.dense_shards)
     for g in program.plan.groups:
         table = state.tables[g.name]
         for what, array in {"weights": table.weights, **table.slots}.items():
@@ -216,8 +218,8 @@ def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarra
       UserError: An array is missing, superfluous or of another shape; `where` names the checkpoint.
     """
     wanted: dict[str, tuple[int, ...]] = {"step": ()}
-    for part, tree in (("dense", state.dense), ("optimizer", state.optimizer)):
-        wanted |= {f"{part}/{_key(path)}": leaf.shape for path, leaf in _leaves(tree)}
+    for part, _, shapes in _dense_parts(program, state):
+        wanted |= {f"{part}/{_key(path)}": leaf.shape for path, leaf in _leaves(shapes)}
     for g in program.plan.groups:
         per_column = {"weights": True, **g.rule.slots}
         wanted |= {
@@ -246,18 +248,15 @@ def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarra
             tables_lib.put(np.zeros(g.array_rows, np.int32), program.mesh, g.partition(False)),
         )
     none = np.full((), -1, np.int32)
-    step, dense, optimizer, failed_step, failed_check, overflow = replicate(
-        program,
-        (
-            arrays["step"],
-            tree_of("dense", state.dense),
-            tree_of("optimizer", state.optimizer),
-            none,
-            none,
-            np.zeros((), np.int32),
-        ),
-    )
+    step, failed_step, failed_check, overflow = replicate(program, (arrays["step"], none, none, np.zeros((), np.int32)))
+    dense, optimizer = place_dense(program, tree_of("dense", state.dense), tree_of("optimizer", state.optimizer))
     return TrainState(step, dense, optimizer, tables, failed_step, failed_check, overflow)
+
+
+def _dense_parts(program: Program, state: TrainState) -> tuple[tuple[str, Any, Any], ...]:
+    """Returns (name, arrays as they are stored, shapes of the whole arrays) of the dense parameters and optimizer."""
+    dense, optimizer = program.whole_shapes(state)
+    return ("dense", state.dense, dense), ("optimizer", state.optimizer, optimizer)
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from flax import nnx
 
-from jaxrec.checks import require
+from jaxrec.checks import one_of, require
 from jaxrec.data.schema import DataConfig, Schema
 from jaxrec.embeddings.spec import EmbeddingConfig
+from jaxrec.fsdp import DENSE_SHARDINGS
 from jaxrec.mesh import MeshConfig
 from jaxrec.models.dlrm import DLRMConfig
 from jaxrec.optim.dense import DenseOptimizerConfig
@@ -87,9 +88,11 @@ class Config:
     training: TrainingConfig = TrainingConfig()
     mesh: MeshConfig = MeshConfig()
     precision: str = "float32"
+    dense_sharding: str = "replicated"
 
     def __post_init__(self):
         policy(self.precision)
+        one_of("--dense_sharding", self.dense_sharding, DENSE_SHARDINGS)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the config as JSON values."""

@@ -109,6 +109,9 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             window = setup.new_window(program)
         for line in program.plan.describe():
             say(f"embeddings  {line}")
+        if config.dense_sharding == "fsdp":
+            over = f"split over {config.mesh.model} devices of model" if config.mesh.model > 1 else "whole: model is 1"
+            say(f"dense       fsdp, {over}")
         for table, reason in setup.plan_tables(config, dataset.schema)[1].items():
             say(f"embeddings  auto: {table} {reason}")
         for group, capacity in program.capacities.items():

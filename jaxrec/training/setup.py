@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrec import mesh as mesh_lib
 from jaxrec.data.pipeline import Batches
@@ -17,6 +17,7 @@ from jaxrec.data.schema import Batch, Dataset, Schema
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.lookup import places_of_slots
 from jaxrec.embeddings.plan import Plan, choose_shardings, make_plan
+from jaxrec.fsdp import pack
 from jaxrec.optim import dense as dense_optim
 from jaxrec.optim.sparse import row_rule
 from jaxrec.precision import policy
@@ -57,6 +58,8 @@ def build_program(config: Config, dataset: Dataset, batches: Batches | None = No
         tasks=len(schema.labels),
         auxiliary_weight=config.training.auxiliary_weight,
         clip_norm=config.training.clip_norm,
+        dense_shards=config.mesh.model if config.dense_sharding == "fsdp" else 1,
+        dense_shapes=jax.eval_shape(lambda: dense),
         capacities={} if batches is None else measure_capacities(config, plan, batches),
     )
     return program, dense
@@ -100,9 +103,8 @@ def initial_state(program: Program, dense: Any) -> TrainState:
     """Returns the state before the first step, placed on the mesh."""
     optimizer = dense_optim.direction(program.optimizer).init(dense)
     zero, none = jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
-    step, dense, optimizer, failed_step, failed_check, overflow = replicate(
-        program, (zero, dense, optimizer, none, none, zero)
-    )
+    step, failed_step, failed_check, overflow = replicate(program, (zero, none, none, zero))
+    dense, optimizer = place_dense(program, dense, optimizer)
     tables = tables_lib.initialise(program.plan, program.mesh, program.seed)
     return TrainState(step, dense, optimizer, tables, failed_step, failed_check, overflow)
 
@@ -111,6 +113,19 @@ def replicate(program: Program, tree: Any) -> Any:
     """Places a tree on every device of the mesh, in buffers of its own (they will be donated)."""
     sharding = NamedSharding(program.mesh, mesh_lib.REPLICATED)
     return jax.tree.map(lambda x: jax.device_put(jnp.array(x, copy=True), sharding), tree)
+
+
+def place_dense(program: Program, dense: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Places whole dense parameters and their optimizer's state as the program has them, in buffers of their own."""
+    specs = program.state_partitions()
+    if program.dense_shards == 1:
+        return replicate(program, (dense, optimizer))
+
+    def place(x: Any, spec: PartitionSpec) -> jax.Array:
+        packed = pack(jnp.array(x, copy=True), program.dense_shards)
+        return jax.device_put(packed, NamedSharding(program.mesh, spec))
+
+    return jax.tree.map(place, (dense, optimizer), (specs.dense, specs.optimizer))
 
 
 def new_window(program: Program) -> Window:

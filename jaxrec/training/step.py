@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from jaxrec.data.schema import Batch
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.plan import Plan
-from jaxrec.mesh import AXES, BATCH, REPLICATED, device_index
+from jaxrec.fsdp import is_split
+from jaxrec.mesh import AXES, BATCH, MODEL, REPLICATED, device_index
 from jaxrec.models.layers import DropoutSource
 from jaxrec.models.losses import binary_cross_entropy
 from jaxrec.optim import dense as dense_optim
@@ -45,6 +46,8 @@ class Program:
       tasks: How many of the labels' columns, the first, are tasks of their own; the rest are auxiliary.
       auxiliary_weight: See `TrainingConfig`.
       clip_norm: See `TrainingConfig`.
+      dense_shards: Over how many devices of `model` dense parameters and their optimizer's state are split; 1: none.
+      dense_shapes: Of the whole dense parameters, where they are split.
       capacities: Group -> rows that a device may send to another in a training step; see `sharded`.
     """
 
@@ -57,18 +60,32 @@ class Program:
     tasks: int
     auxiliary_weight: float
     clip_norm: float = 0.0
+    dense_shards: int = 1
+    dense_shapes: Any = None
     capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
         return {axis: self.mesh.shape[axis] for axis in AXES}
 
+    def whole_shapes(self, state: TrainState) -> tuple[Any, Any]:
+        """Returns the shapes of the whole dense parameters, and of their optimizer's state."""
+        if self.dense_shards == 1:
+            return jax.eval_shape(lambda: (state.dense, state.optimizer))
+        return self.dense_shapes, jax.eval_shape(dense_optim.direction(self.optimizer).init, self.dense_shapes)
+
     def state_partitions(self) -> TrainState:
         """A PartitionSpec for every array (a prefix of the state's tree)."""
+        dense = optimizer = REPLICATED
+        if self.dense_shards > 1:
+            shapes = (self.dense_shapes, jax.eval_shape(dense_optim.direction(self.optimizer).init, self.dense_shapes))
+            dense, optimizer = jax.tree.map(
+                lambda x: MODEL if is_split(x.shape, self.dense_shards) else REPLICATED, shapes
+            )
         return TrainState(
             step=REPLICATED,  # pyright: ignore[reportArgumentType]
-            dense=REPLICATED,
-            optimizer=REPLICATED,
+            dense=dense,
+            optimizer=optimizer,
             tables=tables_lib.partitions(self.plan),
             failed_step=REPLICATED,  # pyright: ignore[reportArgumentType]
             failed_check=REPLICATED,  # pyright: ignore[reportArgumentType]
@@ -125,7 +142,8 @@ def train_step(
             jnp.sum(weight_BT * labels[:, :tasks]),
             jnp.sum(weight_BT),
         )
-        d_dense, sums, objective = psum((d_dense, sums, objective), mesh)
+        sums, objective = psum((sums, objective), mesh)
+        d_dense = _sum_dense(program, d_dense)
         scale = tasks / jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
         d_dense, d_activations = jax.tree.map(lambda g: g * scale, (d_dense, d_activations))
     rate = factor(program.schedule, state.step)
@@ -136,7 +154,7 @@ def train_step(
     norm, clip = jnp.zeros(()), None
     if program.clip_norm:
         with jax.named_scope("clip"):
-            squares = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(d_dense))
+            squares = _squares(program, d_dense)
             norm = jnp.sqrt(squares + tables_lib.squared_norm(plan, row_gradients))
             clip = jnp.minimum(1.0, program.clip_norm / norm)
             d_dense = jax.tree.map(lambda g: g * clip, d_dense)
@@ -167,6 +185,30 @@ def train_step(
     step = state.step + ok.astype(jnp.int32)
     new_window = jax.tree.map(lambda total, new: total + jnp.where(ok, new, 0.0), window, sums)
     return TrainState(step, dense, optimizer, tables, failed_step, failed_check, overflow), new_window, state.step + 1
+
+
+def _split(program: Program, dense: Any) -> Any:
+    """Returns, for each dense parameter, whether this device holds a part of it."""
+    shapes = program.dense_shapes if program.dense_shards > 1 else dense
+    return jax.tree.map(lambda x: is_split(x.shape, program.dense_shards), shapes)
+
+
+def _sum_dense(program: Program, gradients: Any) -> Any:
+    """Sums the dense gradients over the devices. Those of split parameters are summed over `model` already."""
+    if program.mesh.size == 1:
+        return gradients
+    return jax.tree.map(
+        lambda g, split: jax.lax.psum(g, "data" if split else AXES), gradients, _split(program, gradients)
+    )
+
+
+def _squares(program: Program, gradients: Any) -> jax.Array:
+    """Returns the sum of the squares of the whole dense gradients."""
+    total = jnp.zeros((), jnp.float32)
+    for g, split in zip(jax.tree.leaves(gradients), jax.tree.leaves(_split(program, gradients)), strict=True):
+        local = jnp.sum(jnp.square(g))
+        total += jax.lax.psum(local, "model") if split else local
+    return total
 
 
 def predict_step(program: Program, dense: Any, tables: tables_lib.Tables, batch: Batch) -> jax.Array:
