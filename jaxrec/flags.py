@@ -41,7 +41,7 @@ def define_train() -> None:
     define_common()
     flags.DEFINE_string("config", None, "Named config; 'help' lists them.")
     flags.DEFINE_multi_string("set", [], "path=value: sets any field of the config; may be repeated.")
-    flags.DEFINE_string("precision", None, "Compute type of the dense part: float32 or bfloat16.")
+    flags.DEFINE_string("precision", None, "Compute type of the dense part: float32, bfloat16 or float16.")
     flags.DEFINE_string("dense_sharding", None, "How dense parameters are spread: replicated, or fsdp (over model).")
     flags.DEFINE_float("capacity_margin", None, "Room of an exchange over the rows measured; 0: for the worst case.")
     flags.DEFINE_integer("steps", None, "Updates in all.")

@@ -21,6 +21,7 @@ from jaxrec.profiling.collectives import collectives
 from jaxrec.training import setup
 from jaxrec.training.checkpoint import from_arrays, to_arrays
 from jaxrec.training.config import Config, TrainingConfig
+from jaxrec.training.state import LossScale
 from jaxrec.training.step import checks, shard_predict_step, shard_train_step
 
 B, STEPS = 32, 20
@@ -458,3 +459,72 @@ def test_bfloat16_keeps_float32_state_and_changes_little():
     difference = np.abs(logits["float32"] - logits["bfloat16"])
     scale = np.abs(logits["float32"]).max()
     assert 0 < difference.max() < 0.03 * scale
+
+
+FLOAT16 = dataclasses.replace(BASE, precision="float16")
+
+
+def scaled_start(config: Config, scale: float, good_steps: int = 0):
+    program, state, window, step = start(config)
+    numbers = LossScale(np.float32(scale), np.int32(good_steps), np.int32(0))
+    put = [jax.device_put(x, y.sharding) for x, y in zip(numbers, state.loss_scale, strict=True)]
+    return program, state._replace(loss_scale=LossScale(*put)), window, step
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 4)], ids=["1", "8"])
+def test_float16_differs_by_its_rounding_only(mesh):
+    losses, state = train(on(FLOAT16, "row", mesh), STEPS)
+    expected, single = one_device()
+    # A few layers, each of whose products is rounded to 11 bits.
+    np.testing.assert_allclose(losses, expected, rtol=20 * float(np.finfo(np.float16).eps))
+    assert (losses != expected).any()
+    assert all(value.dtype == np.float32 for value in state.values()) and state.keys() == single.keys()
+
+
+def test_a_step_that_overflows_at_its_scale_is_skipped():
+    program, state, window, step = scaled_start(on(FLOAT16, "row", (2, 4)), 2.0**24)
+    # Large gradients: with this scale they are beyond float16, with a smaller they are not.
+    data = batch(0)._replace(dense=batch(0).dense * 300)
+    before, sums = host(program, state), copies(window)
+    skipped = 0
+    while True:
+        state, window, _ = step(state, window, data)
+        if int(state.loss_scale.skipped) == skipped:
+            break
+        skipped += 1
+        assert int(state.step) == skipped and int(state.failed_step) == -1
+        assert float(state.loss_scale.scale) == 2.0 ** (24 - skipped)
+        for name, value in host(program, state).items():
+            np.testing.assert_array_equal(value, before[name])
+        assert copies(window) == sums
+    assert 0 < skipped < 24 and int(state.step) == skipped + 1 and int(state.loss_scale.good_steps) == 1
+    assert any((value != before[name]).any() for name, value in host(program, state).items())
+    back = from_arrays(program, state, to_arrays(program, state), "checkpoint")
+    assert [float(x) for x in back.loss_scale] == [2.0 ** (24 - skipped), 1, skipped]
+
+
+def test_the_loss_scale_grows_and_changes_no_result():
+    config, ends = on(FLOAT16, "row", (1, 1)), []
+    for scale, good_steps in ((2.0**10, 1999), (2.0**8, 0)):
+        program, state, window, step = scaled_start(config, scale, good_steps)
+        state, window, _ = step(state, window, batch(0))
+        ends.append((host(program, state), [float(x) for x in state.loss_scale]))
+    assert ends[0][1] == [2.0**11, 0, 0] and ends[1][1] == [2.0**8, 1, 0]
+    for name, value in ends[0][0].items():  # Powers of two: equal but for what vanishes at the smaller one.
+        np.testing.assert_allclose(value, ends[1][0][name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("fault", [spoil_dense_input, spoil_weight], ids=lambda f: f.__name__)
+def test_no_scale_mends_a_loss_that_is_not_finite(fault):
+    program, state, window, step = start(on(FLOAT16, "row", (2, 4)))
+    data, state = fault(Batch(*(a.copy() for a in batch(0))), state)
+    state, window, _ = step(state, window, data)
+    assert int(state.failed_step) == 0 and int(state.loss_scale.skipped) == 0 and int(state.step) == 0
+    assert checks(program, state)[int(state.failed_check)] == "loss is not finite"
+
+
+def test_at_the_least_scale_a_fault_is_a_fault():
+    _, state, window, step = scaled_start(on(FLOAT16, "row", (2, 4)), 1.0)
+    data, state = overflow_the_update(batch(0), state)
+    state, window, _ = step(state, window, data)
+    assert int(state.failed_step) == 0 and int(state.loss_scale.skipped) == 0

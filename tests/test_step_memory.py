@@ -23,7 +23,7 @@ from jaxrec.optim.schedule import ScheduleConfig
 from jaxrec.optim.sparse import SPARSE_OPTIMIZERS, SparseOptimizerConfig, row_rule
 from jaxrec.precision import policy
 from jaxrec.training import setup
-from jaxrec.training.state import TrainState, empty_window
+from jaxrec.training.state import LossScale, TrainState, empty_window
 from jaxrec.training.step import Program, shard_train_step
 
 DIM, BATCH = 8, 64
@@ -67,7 +67,7 @@ def compiled(sharding: str, sizes: tuple[int, int], rows: int):
         bytes_per_device += sum(4 * math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(tables[g.name]))
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     optimizer_state = dense_optim.direction(program.optimizer).init(dense)
-    state = TrainState(scalar, dense, optimizer_state, {}, scalar, scalar, scalar)
+    state = TrainState(scalar, dense, optimizer_state, {}, LossScale(scalar, scalar, scalar), scalar, scalar, scalar)
     state = abstract(state, mesh_lib.REPLICATED)._replace(tables=tables)
     batch = setup.batch_shapes(Dataset("test", schema, {}), BATCH, program)
     window = abstract(empty_window(), mesh_lib.REPLICATED)

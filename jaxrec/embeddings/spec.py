@@ -64,8 +64,8 @@ class EmbeddingConfig:
         require(self.init_scale >= 0, f"embedding.init_scale is {self.init_scale}, but must not be negative")
         one_of("--embedding_sharding", self.sharding, CHOICES)
         require(
-            self.capacity_margin == 0 or self.capacity_margin >= 1,
-            f"--capacity_margin is {self.capacity_margin}, but must be at least 1, or 0 for the worst case",
+            self.capacity_margin == 0 or 1 <= self.capacity_margin <= 1000,
+            f"--capacity_margin is {self.capacity_margin}, but must be from 1 to 1000, or 0 for the worst case",
         )
 
     def table(self, name: str, rows: int, sharding: str) -> TableSpec:

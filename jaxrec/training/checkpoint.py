@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
@@ -26,7 +27,7 @@ from jaxrec.embeddings.tables import Table
 from jaxrec.fsdp import unpack
 from jaxrec.training.config import describe, differences
 from jaxrec.training.setup import place_dense, replicate
-from jaxrec.training.state import TrainState
+from jaxrec.training.state import LossScale, TrainState
 from jaxrec.training.step import Program
 
 FOLDER = "checkpoints"
@@ -199,6 +200,7 @@ def _ignore_late_errors() -> None:
 def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
     """Returns the logical arrays of a state, on the host."""
     arrays = {"step": np.array(state.step)}
+    arrays |= {f"loss_scale/{name}": np.array(x) for name, x in state.loss_scale._asdict().items()}
     for part, tree, shapes in _dense_parts(program, state):
         for (path, leaf), shape in zip(_leaves(tree), jax.tree.leaves(shapes), strict=True):
             arrays[f"{part}/{_key(path)}"] = unpack(np.array(leaf), shape.shape, program.dense_shards)
@@ -217,7 +219,7 @@ def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarra
     Raises:
       UserError: An array is missing, superfluous or of another shape; `where` names the checkpoint.
     """
-    wanted: dict[str, tuple[int, ...]] = {"step": ()}
+    wanted: dict[str, tuple[int, ...]] = {"step": (), **{f"loss_scale/{name}": () for name in LossScale._fields}}
     for part, _, shapes in _dense_parts(program, state):
         wanted |= {f"{part}/{_key(path)}": leaf.shape for path, leaf in _leaves(shapes)}
     for g in program.plan.groups:
@@ -248,9 +250,12 @@ def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarra
             tables_lib.put(np.zeros(g.array_rows, np.int32), program.mesh, g.partition(False)),
         )
     none = np.full((), -1, np.int32)
-    step, failed_step, failed_check, overflow = replicate(program, (arrays["step"], none, none, np.zeros((), np.int32)))
+    scale = LossScale(*(jnp.asarray(arrays[f"loss_scale/{name}"]) for name in LossScale._fields))
+    step, loss_scale, failed_step, failed_check, overflow = replicate(
+        program, (arrays["step"], scale, none, none, np.zeros((), np.int32))
+    )
     dense, optimizer = place_dense(program, tree_of("dense", state.dense), tree_of("optimizer", state.optimizer))
-    return TrainState(step, dense, optimizer, tables, failed_step, failed_check, overflow)
+    return TrainState(step, dense, optimizer, tables, loss_scale, failed_step, failed_check, overflow)
 
 
 def _dense_parts(program: Program, state: TrainState) -> tuple[tuple[str, Any, Any], ...]:

@@ -24,6 +24,7 @@ from jaxrec.checks import require
 from jaxrec.data.device import DevicePrefetch
 from jaxrec.data.pipeline import Batches, stream
 from jaxrec.data.schema import Dataset
+from jaxrec.precision import policy
 from jaxrec.startup import CompileCounter, PhaseClock
 from jaxrec.tracing import StepTracer
 from jaxrec.training import setup, workdir
@@ -107,6 +108,7 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             program, dense = setup.build_program(config, dataset, batches)
             state = setup.initial_state(program, dense)
             window = setup.new_window(program)
+        say(f"precision   {policy(config.precision).describe()}")
         for line in program.plan.describe():
             say(f"embeddings  {line}")
         if config.dense_sharding == "fsdp":
@@ -251,6 +253,9 @@ class _Run:
                     now, waited = time.perf_counter(), shares.seconds["input"]
                     rate = (step - logged[0]) * config.batch_size / (now - logged[1])
                     values |= {"samples_per_second": rate, "input_share": (waited - logged[2]) / (now - logged[1])}
+                    if self.program.loss_scaled:
+                        scale = jax.device_get(state.loss_scale)
+                        values |= {"loss_scale": float(scale.scale), "skipped_steps": float(scale.skipped)}
                     self.writer.write(step, "train", values)
                     bar.set_postfix_str(
                         f"loss {values['loss']:.4f} NE {values['ne']:.4f} {rate:,.0f} samples/s "
@@ -282,6 +287,7 @@ class _Run:
             "recompiles": compiles.count - compiled_before if steps else 0,
             "compile_cache_hits": compiles.cache_hits,
             "truncated_ids": truncated,
+            "skipped_steps": int(state.loss_scale.skipped),
             "rows_dropped_per_epoch": self.batches.rows_dropped_per_epoch,
         }  # fmt: skip
 

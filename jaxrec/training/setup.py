@@ -22,8 +22,8 @@ from jaxrec.optim import dense as dense_optim
 from jaxrec.optim.sparse import row_rule
 from jaxrec.precision import policy
 from jaxrec.training.config import Config
-from jaxrec.training.state import TrainState, Window, empty_window
-from jaxrec.training.step import Program
+from jaxrec.training.state import LossScale, TrainState, Window, empty_window
+from jaxrec.training.step import FIRST_SCALE, Program
 
 # Exchange capacities are measured on so many of the first batches.
 MEASURED_BATCHES = 8
@@ -58,6 +58,7 @@ def build_program(config: Config, dataset: Dataset, batches: Batches | None = No
         tasks=len(schema.labels),
         auxiliary_weight=config.training.auxiliary_weight,
         clip_norm=config.training.clip_norm,
+        loss_scaled=policy(config.precision).loss_scaled,
         dense_shards=config.mesh.model if config.dense_sharding == "fsdp" else 1,
         dense_shapes=jax.eval_shape(lambda: dense),
         capacities={} if batches is None else measure_capacities(config, plan, batches),
@@ -103,10 +104,11 @@ def initial_state(program: Program, dense: Any) -> TrainState:
     """Returns the state before the first step, placed on the mesh."""
     optimizer = dense_optim.direction(program.optimizer).init(dense)
     zero, none = jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
-    step, failed_step, failed_check, overflow = replicate(program, (zero, none, none, zero))
+    scale = LossScale(jnp.full((), FIRST_SCALE if program.loss_scaled else 1.0, jnp.float32), zero, zero)
+    step, loss_scale, failed_step, failed_check, overflow = replicate(program, (zero, scale, none, none, zero))
     dense, optimizer = place_dense(program, dense, optimizer)
     tables = tables_lib.initialise(program.plan, program.mesh, program.seed)
-    return TrainState(step, dense, optimizer, tables, failed_step, failed_check, overflow)
+    return TrainState(step, dense, optimizer, tables, loss_scale, failed_step, failed_check, overflow)
 
 
 def replicate(program: Program, tree: Any) -> Any:

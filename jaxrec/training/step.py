@@ -26,10 +26,15 @@ from jaxrec.models.losses import binary_cross_entropy
 from jaxrec.optim import dense as dense_optim
 from jaxrec.optim.dense import DenseOptimizerConfig
 from jaxrec.optim.schedule import ScheduleConfig, factor
-from jaxrec.training.state import TrainState, Window
+from jaxrec.training.state import LossScale, TrainState, Window
 
 # The step's own regions; a model adds its REGIONS. A test looks for each in the compiled program's metadata.
 REGIONS = ("embedding_lookup", "loss", "gradient_sum", "finite_check", "dense_update", "embedding_update")
+
+
+# The loss scale starts at FIRST_SCALE and stays between the others; all are powers of two, so that scaling is exact.
+# What is scaled is the sum over the device's rows, not their mean: 2^10 is as much as 2^20 for a mean of 1,024 rows.
+FIRST_SCALE, LEAST_SCALE, MOST_SCALE, GROWTH_INTERVAL = 2.0**10, 1.0, 2.0**24, 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Program:
       tasks: How many of the labels' columns, the first, are tasks of their own; the rest are auxiliary.
       auxiliary_weight: See `TrainingConfig`.
       clip_norm: See `TrainingConfig`.
+      loss_scaled: Whether the loss is scaled, dynamically.
       dense_shards: Over how many devices of `model` dense parameters and their optimizer's state are split; 1: none.
       dense_shapes: Of the whole dense parameters, where they are split.
       capacities: Group -> rows that a device may send to another in a training step; see `sharded`.
@@ -60,6 +66,7 @@ class Program:
     tasks: int
     auxiliary_weight: float
     clip_norm: float = 0.0
+    loss_scaled: bool = False
     dense_shards: int = 1
     dense_shapes: Any = None
     capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -87,6 +94,7 @@ class Program:
             dense=dense,
             optimizer=optimizer,
             tables=tables_lib.partitions(self.plan),
+            loss_scale=REPLICATED,  # pyright: ignore[reportArgumentType]
             failed_step=REPLICATED,  # pyright: ignore[reportArgumentType]
             failed_check=REPLICATED,  # pyright: ignore[reportArgumentType]
             overflow=REPLICATED,  # pyright: ignore[reportArgumentType]
@@ -129,11 +137,12 @@ def train_step(
             objective = loss
             if labels.shape[1] > tasks:
                 objective += program.auxiliary_weight * jnp.sum(weight * losses_BT[:, tasks:].mean(axis=1))
-            return objective, (loss, logits[:, :tasks])
+            scaled = objective * state.loss_scale.scale if program.loss_scaled else objective
+            return scaled, (objective, loss, logits[:, :tasks])
 
-    (objective, (loss, logits)), (d_dense, d_activations) = jax.value_and_grad(loss_sum, argnums=(0, 1), has_aux=True)(
-        state.dense, activations
-    )
+    (_, (objective, loss, logits)), (d_dense, d_activations) = jax.value_and_grad(
+        loss_sum, argnums=(0, 1), has_aux=True
+    )(state.dense, activations)
     with jax.named_scope("gradient_sum"):
         weight_BT = jnp.broadcast_to(weight[:, None], logits.shape)
         sums = Window(
@@ -145,6 +154,8 @@ def train_step(
         sums, objective = psum((sums, objective), mesh)
         d_dense = _sum_dense(program, d_dense)
         scale = tasks / jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
+        if program.loss_scaled:
+            scale /= state.loss_scale.scale
         d_dense, d_activations = jax.tree.map(lambda g: g * scale, (d_dense, d_activations))
     rate = factor(program.schedule, state.step)
     with jax.named_scope("embedding_update"):
@@ -173,8 +184,14 @@ def train_step(
         bad = jax.lax.pmax(bad, AXES) if mesh.size > 1 else bad
         failed_before = state.failed_step >= 0
         ok = ~failed_before & ~jnp.any(bad)
-        failed_step = jnp.where(failed_before | ok, state.failed_step, state.step)
-        failed_check = jnp.where(failed_before | ok, state.failed_check, jnp.argmax(bad).astype(jnp.int32))
+        loss_scale, skip = state.loss_scale, jnp.zeros((), bool)
+        if program.loss_scaled:
+            # The exchange and the loss come first among the checks, and no smaller scale mends them.
+            mendable = jnp.any(bad) & ~jnp.any(bad[: len(overflows) + 1]) & (loss_scale.scale > LEAST_SCALE)
+            skip = ~failed_before & mendable
+            loss_scale = _next_scale(loss_scale, ok, skip)
+        failed_step = jnp.where(failed_before | ok | skip, state.failed_step, state.step)
+        failed_check = jnp.where(failed_before | ok | skip, state.failed_check, jnp.argmax(bad).astype(jnp.int32))
         overflow = jnp.where(failed_before, state.overflow, overflow)
     with jax.named_scope("dense_update"):
         dense, optimizer = jax.tree.map(
@@ -182,9 +199,24 @@ def train_step(
         )
     with jax.named_scope("embedding_update"):
         tables = tables_lib.commit(plan, state.tables, proposals, ok)
-    step = state.step + ok.astype(jnp.int32)
+    step = state.step + (ok | skip).astype(jnp.int32)
     new_window = jax.tree.map(lambda total, new: total + jnp.where(ok, new, 0.0), window, sums)
-    return TrainState(step, dense, optimizer, tables, failed_step, failed_check, overflow), new_window, state.step + 1
+    return (
+        TrainState(step, dense, optimizer, tables, loss_scale, failed_step, failed_check, overflow),
+        new_window,
+        state.step + 1,
+    )
+
+
+def _next_scale(scale: LossScale, ok: jax.Array, skip: jax.Array) -> LossScale:
+    """Halves the scale after a step that was skipped, and doubles it after GROWTH_INTERVAL good ones.
+
+    Source: Micikevicius et al. 2018, "Mixed Precision Training"; factors and interval are torch.amp.GradScaler's.
+    """
+    good = jnp.where(ok, scale.good_steps + 1, jnp.where(skip, 0, scale.good_steps))
+    grow = good >= GROWTH_INTERVAL
+    value = jnp.where(skip, scale.scale / 2, jnp.where(grow, jnp.minimum(2 * scale.scale, MOST_SCALE), scale.scale))
+    return LossScale(value, jnp.where(grow, 0, good), scale.skipped + skip.astype(jnp.int32))
 
 
 def _split(program: Program, dense: Any) -> Any:
