@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +25,16 @@ def is_split(shape: tuple[int, ...], shards: int) -> bool:
     return shards > 1 and math.prod(shape) >= shards
 
 
-def pack(array: Any, shards: int) -> Any:
+def pack(array: jax.Array, shards: int) -> jax.Array:
     """Returns a whole array as it is stored globally: [shards * ceil(n / shards)], or as it is where it is not split.
 
     Args:
-      array: NumPy's or JAX's.
+      array: Whole.
       shards: Size of the `model` axis, or 1 for no splitting.
     """
     if not is_split(array.shape, shards):
         return array
-    library = np if isinstance(array, np.ndarray) else jnp
-    return library.pad(array.reshape(-1), (0, -array.size % shards))
+    return jnp.pad(array.reshape(-1), (0, -array.size % shards))
 
 
 def unpack(stored: np.ndarray, shape: tuple[int, ...], shards: int) -> np.ndarray:
@@ -58,7 +56,6 @@ def apply_whole(
       arrays: Whole, or this device's parts: which of them, their shapes tell.
       shapes: Of the whole arrays.
     """
-
     if all(part.shape == shape for part, shape in zip(arrays, shapes, strict=True)):
         return function(x, *arrays)
 

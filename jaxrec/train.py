@@ -57,11 +57,11 @@ def explain_plan(what: str, data_dir: str) -> int:
     config = jaxrec_flags.resolve_config()
     mesh.check_batch(config.mesh, config.training.batch_size)
     dataset = config.data.open(data_dir)
-    plan, reasons = plan_tables(config, dataset.schema)
+    plan = plan_tables(config, dataset.schema)
     batches = Batches(dataset, "train", config.training.batch_size, seed=config.training.seed)
     sizes = {"data": config.mesh.data, "model": config.mesh.model}
     capacities = measure_capacities(config, plan, batches)
-    print("\n".join(explain(plan, reasons, config.training.batch_size, sizes, capacities)))
+    print("\n".join(explain(plan, config.training.batch_size, sizes, capacities)))
     return 0
 
 

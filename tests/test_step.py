@@ -95,7 +95,7 @@ def batch(k: int) -> Batch:
 def host(program, state):
     """The state's floats by name: dense parameters, tables and optimizer rows, whatever the mesh."""
     out = {}
-    leaves, shapes = jax.tree_util.tree_leaves_with_path(state.dense), jax.tree.leaves(program.whole_shapes(state)[0])
+    leaves, shapes = jax.tree_util.tree_leaves_with_path(state.dense), jax.tree.leaves(program.whole_shapes()[0])
     for (path, x), shape in zip(leaves, shapes, strict=True):
         out[jax.tree_util.keystr(path)] = unpack(np.asarray(x), shape.shape, program.dense_shards)
     for g in program.plan.groups:
@@ -163,7 +163,7 @@ def test_fsdp_stores_parts_and_gathers_layer_by_layer():
         compiled = step.lower(state, window, batch(0)).compile()
         memory[name] = compiled.memory_analysis()
         moved[name] = sum(c.received_bytes for c in collectives(compiled))
-        elements = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(program.whole_shapes(state)[0]))
+        elements = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(program.whole_shapes()[0]))
     parameters = 4 * elements
     assert parameters > 5 * 4 * 512 * 512
     # Parameters and Adam's two moments: 3 whole copies, against 3 eighths.

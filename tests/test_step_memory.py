@@ -46,7 +46,15 @@ def compiled(sharding: str, sizes: tuple[int, int], rows: int):
     model = DLRMConfig(bottom_mlp=(DIM,), top_mlp=(4,)).create(schema, DIM, policy("float32"), nnx.Rngs(params=0))
     graphdef, dense = nnx.split(model, nnx.Param)
     program = Program(
-        graphdef, plan, mesh, DenseOptimizerConfig("sgd"), ScheduleConfig(), seed=0, tasks=1, auxiliary_weight=0.0
+        graphdef,
+        plan,
+        mesh,
+        DenseOptimizerConfig("sgd"),
+        ScheduleConfig(),
+        seed=0,
+        tasks=1,
+        auxiliary_weight=0.0,
+        dense_shapes=jax.eval_shape(lambda: dense),
     )
 
     def abstract(tree, spec):

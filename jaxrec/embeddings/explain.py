@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxrec.embeddings.plan import Group, Plan, spread_of
+from jaxrec.embeddings.plan import Group, Plan
 from jaxrec.embeddings.sharded import capacity_of, exchanged_bytes
 
 
@@ -15,14 +15,11 @@ def device_bytes(group: Group) -> int:
     return 4 * numbers * (group.shard_rows + 1)
 
 
-def explain(
-    plan: Plan, reasons: Mapping[str, str], batch_size: int, axis_sizes: dict[str, int], capacities: Mapping[str, int]
-) -> list[str]:
+def explain(plan: Plan, batch_size: int, axis_sizes: dict[str, int], capacities: Mapping[str, int]) -> list[str]:
     """Returns the lines that `--plan=explain` prints.
 
     Args:
       plan: The layout.
-      reasons: Of `auto`, by table; may be empty.
       batch_size: Rows of a global batch.
       axis_sizes: Of the mesh.
       capacities: Measured, by group; the worst case for a group that is not there.
@@ -37,7 +34,7 @@ def explain(
         step, lookup = exchanged_bytes(g, c, axis_sizes), exchanged_bytes(g, c, axis_sizes, training=False)
         total, received = total + held, received + step
         lines += [
-            f"{g.name}: {len(g.tables)} tables, {g.rows:,} rows x {g.dim}, {spread_of(g)}",
+            g.describe(),
             f"  a device holds {held:,} bytes: weights, optimizer rows, scratch",
             f"  a device looks up {occurrences:,} ids a step"
             + (f" and exchanges {c:,} distinct rows with each other one" if step else ""),
@@ -46,7 +43,7 @@ def explain(
         shards = g.table_shards or (None,) * len(g.tables)
         for t, shard in zip(g.tables, shards, strict=True):
             where = "" if shard is None else f", on device {shard} of model"
-            reason = f" ({reasons[t.name]})" if t.name in reasons else ""
+            reason = f" ({plan.reasons[t.name]})" if t.name in plan.reasons else ""
             lines.append(f"  table {t.name}: {t.rows:,} rows{where}{reason}")
     lines.append(f"in all      a device holds {total:,} bytes of tables and receives {received:,} bytes a step")
     return lines

@@ -181,12 +181,31 @@ class Group:
             return self.place(np.arange(first, first + rows))
         return slice(first, first + rows)
 
+    def describe(self) -> str:
+        """Returns in a line what the group is and where its rows are."""
+        over = f"{self.model} devices of model"
+        full = self.rows / (self.shards * self.shard_rows)
+        spread = {
+            "replicated": "replicated",
+            "row": f"rows over {over}",
+            "row_cyclic": f"rows dealt out over {over}",
+            "table": f"tables over {over}, {full:.0%} of the room filled",
+            "column": f"columns over {over}",
+        }[self.sharding]
+        return f"{self.name}: {len(self.tables)} tables, {self.rows:,} rows x {self.dim}, {spread}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All groups of a model on one mesh."""
+    """All groups of a model on one mesh.
+
+    Attributes:
+      groups: The groups.
+      reasons: Under `auto`, table -> the sharding that was chosen, and why.
+    """
 
     groups: tuple[Group, ...]
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def group(self, name: str) -> Group:
         return next(g for g in self.groups if g.name == name)
@@ -197,21 +216,7 @@ class Plan:
 
     def describe(self) -> list[str]:
         """One line a group, for the run's log."""
-        return [f"{g.name}: {len(g.tables)} tables, {g.rows:,} rows x {g.dim}, {spread_of(g)}" for g in self.groups]
-
-
-def spread_of(group: Group) -> str:
-    """Returns in words where a group's rows are."""
-    over = f"{group.model} devices of model"
-    if group.sharding == "table":
-        full = group.rows / (group.shards * group.shard_rows)
-        return f"tables over {over}, {full:.0%} of the room filled"
-    return {
-        "replicated": "replicated",
-        "row": f"rows over {over}",
-        "row_cyclic": f"rows dealt out over {over}",
-        "column": f"columns over {over}",
-    }[group.sharding]
+        return [g.describe() for g in self.groups]
 
 
 # Under `auto`, tables up to this size are replicated.

@@ -260,7 +260,7 @@ def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarra
 
 def _dense_parts(program: Program, state: TrainState) -> tuple[tuple[str, Any, Any], ...]:
     """Returns (name, arrays as they are stored, shapes of the whole arrays) of the dense parameters and optimizer."""
-    dense, optimizer = program.whole_shapes(state)
+    dense, optimizer = program.whole_shapes()
     return ("dense", state.dense, dense), ("optimizer", state.optimizer, optimizer)
 
 

@@ -114,7 +114,7 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
         if config.dense_sharding == "fsdp":
             over = f"split over {config.mesh.model} devices of model" if config.mesh.model > 1 else "whole: model is 1"
             say(f"dense       fsdp, {over}")
-        for table, reason in setup.plan_tables(config, dataset.schema)[1].items():
+        for table, reason in program.plan.reasons.items():
             say(f"embeddings  auto: {table} {reason}")
         for group, capacity in program.capacities.items():
             say(f"exchange    {group}: {capacity:,} distinct rows from a device to another")

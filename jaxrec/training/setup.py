@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -44,7 +45,7 @@ def build_program(config: Config, dataset: Dataset, batches: Batches | None = No
         mesh_lib.check_batch(config.mesh, config.training.batch_size)
     mesh = mesh_lib.create(config.mesh)
     schema = dataset.schema
-    plan = plan_tables(config, schema)[0]
+    plan = plan_tables(config, schema)
     rngs = nnx.Rngs(params=config.training.seed)
     model = config.model.create(schema, config.embedding.dim, policy(config.precision), rngs)
     graphdef, dense = nnx.split(model, nnx.Param)
@@ -66,8 +67,8 @@ def build_program(config: Config, dataset: Dataset, batches: Batches | None = No
     return program, dense
 
 
-def plan_tables(config: Config, schema: Schema) -> tuple[Plan, dict[str, str]]:
-    """Returns the embedding layout, and for `auto` the reason of each table's sharding."""
+def plan_tables(config: Config, schema: Schema) -> Plan:
+    """Returns the embedding layout."""
     chosen, reasons = dict.fromkeys(schema.vocabulary, config.embedding.sharding), {}
     if config.embedding.sharding == "auto":
         slots = row_rule(config.embedding.optimizer).slots.values()
@@ -76,7 +77,7 @@ def plan_tables(config: Config, schema: Schema) -> tuple[Plan, dict[str, str]]:
         chosen = {name: sharding for name, (sharding, _) in pairs.items()}
         reasons = {name: f"{sharding}: {why}" for name, (sharding, why) in pairs.items()}
     tables = [config.embedding.table(name, rows, chosen[name]) for name, rows in schema.vocabulary.items()]
-    return make_plan(tables, schema, config.mesh.model), reasons
+    return dataclasses.replace(make_plan(tables, schema, config.mesh.model), reasons=reasons)
 
 
 def measure_capacities(config: Config, plan: Plan, batches: Batches) -> dict[str, int]:
@@ -91,8 +92,9 @@ def measure_capacities(config: Config, plan: Plan, batches: Batches) -> dict[str
     most = dict.fromkeys((g.name for g in plan.groups), 0)
     for k in range(min(MEASURED_BATCHES, len(batches))):
         batch = batches[k].batch
+        ids, lengths = jnp.asarray(batch.ids), jnp.asarray(batch.lengths)
         for g in plan.groups:
-            places = np.asarray(places_of_slots(g, jnp.asarray(batch.ids), jnp.asarray(batch.lengths)))
+            places = np.asarray(places_of_slots(g, ids, lengths))
             for of_device in np.split(places, devices):
                 rows = np.unique(of_device[of_device != g.sentinel])
                 counts = np.bincount(rows // g.shard_rows, minlength=1)
@@ -120,8 +122,6 @@ def replicate(program: Program, tree: Any) -> Any:
 def place_dense(program: Program, dense: Any, optimizer: Any) -> tuple[Any, Any]:
     """Places whole dense parameters and their optimizer's state as the program has them, in buffers of their own."""
     specs = program.state_partitions()
-    if program.dense_shards == 1:
-        return replicate(program, (dense, optimizer))
 
     def place(x: Any, spec: PartitionSpec) -> jax.Array:
         packed = pack(jnp.array(x, copy=True), program.dense_shards)

@@ -53,7 +53,7 @@ class Program:
       clip_norm: See `TrainingConfig`.
       loss_scaled: Whether the loss is scaled, dynamically.
       dense_shards: Over how many devices of `model` dense parameters and their optimizer's state are split; 1: none.
-      dense_shapes: Of the whole dense parameters, where they are split.
+      dense_shapes: Of the whole dense parameters.
       capacities: Group -> rows that a device may send to another in a training step; see `sharded`.
     """
 
@@ -65,30 +65,25 @@ class Program:
     seed: int
     tasks: int
     auxiliary_weight: float
+    dense_shapes: Any
     clip_norm: float = 0.0
     loss_scaled: bool = False
     dense_shards: int = 1
-    dense_shapes: Any = None
     capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
         return {axis: self.mesh.shape[axis] for axis in AXES}
 
-    def whole_shapes(self, state: TrainState) -> tuple[Any, Any]:
+    def whole_shapes(self) -> tuple[Any, Any]:
         """Returns the shapes of the whole dense parameters, and of their optimizer's state."""
-        if self.dense_shards == 1:
-            return jax.eval_shape(lambda: (state.dense, state.optimizer))
         return self.dense_shapes, jax.eval_shape(dense_optim.direction(self.optimizer).init, self.dense_shapes)
 
     def state_partitions(self) -> TrainState:
         """A PartitionSpec for every array (a prefix of the state's tree)."""
-        dense = optimizer = REPLICATED
-        if self.dense_shards > 1:
-            shapes = (self.dense_shapes, jax.eval_shape(dense_optim.direction(self.optimizer).init, self.dense_shapes))
-            dense, optimizer = jax.tree.map(
-                lambda x: MODEL if is_split(x.shape, self.dense_shards) else REPLICATED, shapes
-            )
+        dense, optimizer = jax.tree.map(
+            lambda x: MODEL if is_split(x.shape, self.dense_shards) else REPLICATED, self.whole_shapes()
+        )
         return TrainState(
             step=REPLICATED,  # pyright: ignore[reportArgumentType]
             dense=dense,
@@ -219,25 +214,22 @@ def _next_scale(scale: LossScale, ok: jax.Array, skip: jax.Array) -> LossScale:
     return LossScale(value, jnp.where(grow, 0, good), scale.skipped + skip.astype(jnp.int32))
 
 
-def _split(program: Program, dense: Any) -> Any:
+def _split(program: Program) -> Any:
     """Returns, for each dense parameter, whether this device holds a part of it."""
-    shapes = program.dense_shapes if program.dense_shards > 1 else dense
-    return jax.tree.map(lambda x: is_split(x.shape, program.dense_shards), shapes)
+    return jax.tree.map(lambda x: is_split(x.shape, program.dense_shards), program.dense_shapes)
 
 
 def _sum_dense(program: Program, gradients: Any) -> Any:
     """Sums the dense gradients over the devices. Those of split parameters are summed over `model` already."""
     if program.mesh.size == 1:
         return gradients
-    return jax.tree.map(
-        lambda g, split: jax.lax.psum(g, "data" if split else AXES), gradients, _split(program, gradients)
-    )
+    return jax.tree.map(lambda g, split: jax.lax.psum(g, "data" if split else AXES), gradients, _split(program))
 
 
 def _squares(program: Program, gradients: Any) -> jax.Array:
     """Returns the sum of the squares of the whole dense gradients."""
     total = jnp.zeros((), jnp.float32)
-    for g, split in zip(jax.tree.leaves(gradients), jax.tree.leaves(_split(program, gradients)), strict=True):
+    for g, split in zip(jax.tree.leaves(gradients), jax.tree.leaves(_split(program)), strict=True):
         local = jnp.sum(jnp.square(g))
         total += jax.lax.psum(local, "model") if split else local
     return total
