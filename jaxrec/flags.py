@@ -42,6 +42,10 @@ def define_train() -> None:
     flags.DEFINE_string("config", None, "Named config; 'help' lists them.")
     flags.DEFINE_multi_string("set", [], "path=value: sets any field of the config; may be repeated.")
     flags.DEFINE_string("precision", None, "Compute type of the dense part: float32, bfloat16 or float16.")
+    flags.DEFINE_string(
+        "table_dtype", None, "Type of embedding tables: float32, or bfloat16 or float16 with stochastic rounding."
+    )
+    flags.DEFINE_string("matmul", None, "float32 matrix products on a GPU: float32, or tf32, which is faster.")
     flags.DEFINE_string("dense_sharding", None, "How dense parameters are spread: replicated, or fsdp (over model).")
     flags.DEFINE_float("capacity_margin", None, "Room of an exchange over the rows measured; 0: for the worst case.")
     flags.DEFINE_integer("steps", None, "Updates in all.")
@@ -98,8 +102,10 @@ def resolve_config() -> Any:
     config = overrides.apply(catalogue.get(FLAGS.config), FLAGS.set)
     values = {
         "precision": FLAGS.precision,
+        "matmul": FLAGS.matmul,
         "mesh": None if FLAGS.mesh is None else mesh.parse(FLAGS.mesh),
         "embedding.sharding": FLAGS.embedding_sharding,
+        "embedding.dtype": FLAGS.table_dtype,
         "dense_sharding": FLAGS.dense_sharding,
         "embedding.capacity_margin": FLAGS.capacity_margin,
     }

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cover import cases
 
 from jaxrec import mesh as mesh_lib
 from jaxrec.embeddings import tables as tables_lib
@@ -38,7 +39,7 @@ def compiled_exchange(config: Config, *, training: bool):
         if not training:
             return activations
         merged = tables_lib.merge_gradients(plan, tables, routes, activations, lengths, sizes)
-        return tables_lib.propose(plan, tables, merged, rate, jnp.int32(0))
+        return tables_lib.propose(plan, tables, merged, rate, jnp.int32(0), 0)
 
     specs = (tables_lib.partitions(plan), mesh_lib.BATCH, mesh_lib.BATCH, mesh_lib.REPLICATED)
     sharded = jax.shard_map(
@@ -57,11 +58,12 @@ def batches_of(config, dataset):
     return Batches(dataset, "train", config.training.batch_size, seed=config.training.seed)
 
 
-@pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)], ids=lambda m: f"data{m[0]}model{m[1]}")
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("training", [True, False], ids=["update", "lookup"])
-def test_compiled_bytes_are_the_formulas(tiny, sharding, mesh, training):
-    config = config_of(tiny, sharding, mesh)
+@pytest.mark.parametrize(
+    "sharding, mesh, dtype, training",
+    cases(SHARDINGS, [(8, 1), (1, 8), (2, 4)], ["float32", "bfloat16", "float16"], [True, False]),
+)
+def test_compiled_bytes_are_the_formulas(tiny, sharding, mesh, dtype, training):
+    config = config_of(tiny, sharding, mesh, f"embedding.dtype={dtype}")
     plan, capacities, occurrences, compiled = compiled_exchange(config, training=training)
     sizes = {"data": mesh[0], "model": mesh[1]}
     expected = sum(

@@ -1,7 +1,8 @@
-"""The sparse update against NumPy in float64: every sharding x optimizer x combiner, on 1, 2 and 8 devices.
+"""The sparse update against NumPy in float64: sharding x optimizer x combiner, on 1, 2 and 8 devices.
 
-One program per (sharding, combiner, mesh) updates a group per optimizer with the same ids and activation gradients. The
-merged row gradient is read off the SGD group: from zero weights with learning rate 1, the new weights are its negative.
+One program per (sharding, combiner, mesh) updates a group per optimizer with the same ids and activation gradients, in
+float32 tables and in two narrower ones. The merged row gradient is read off the SGD group: from zero weights with
+learning rate 1, the new weights are its negative.
 """
 
 import functools
@@ -11,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cover import cases
 
 from jaxrec import mesh as mesh_lib
 from jaxrec.data.schema import FeatureSpec, Schema
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.plan import make_plan
-from jaxrec.embeddings.spec import TableSpec
+from jaxrec.embeddings.spec import SHARDINGS, TableSpec
 from jaxrec.optim.sparse import SparseOptimizerConfig
 
 EPS = float(np.finfo(np.float32).eps)
@@ -32,13 +34,17 @@ OPTIMIZERS = {
     "adam": SparseOptimizerConfig("adam", learning_rate=0.5, eps=2.0**-4, b1=0.75, b2=0.875),
     "momentum": SparseOptimizerConfig("momentum", learning_rate=0.5, b1=0.75, weight_decay=0.125),
 }
+NARROW = {"rowwise_adagrad_bfloat16": "bfloat16", "adam_float16": "float16"}
+OPTIMIZERS |= {name: OPTIMIZERS[name.rpartition("_")[0]] for name in NARROW}
 # Feature -> table; `watched` is categorical, the others are bags.
 FEATURES = {"watched": "items", "history": "items", "tags": "tags"}
 MESHES = ((1, 1), (1, 2), (2, 1), (8, 1), (1, 8), (2, 4))
 
-pytestmark = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}model{m[1]}")
-over_strategies = pytest.mark.parametrize("sharding", ["replicated", "row", "row_cyclic", "table", "column"])
-over_combiners = pytest.mark.parametrize("combiner", ["sum", "mean", "none"])
+pytestmark = pytest.mark.parametrize(
+    "sharding, combiner, mesh",
+    cases(SHARDINGS, ["sum", "mean", "none"], MESHES),
+    ids=lambda v: v if isinstance(v, str) else f"data{v[0]}model{v[1]}",
+)
 over_optimizers = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 
 
@@ -121,7 +127,7 @@ def reference_update(optimizer: str, gradient: np.ndarray, before: dict[str, np.
     old = {part: value.astype(np.float64) for part, value in before.items()}
     w = old["weights"]
     size = np.abs(g)  # Of the terms that the direction is made of.
-    slots, sizes = {}, {}
+    slots, sizes, optimizer = {}, {}, config.name
     if optimizer == "sgd":
         direction = g
     elif optimizer == "momentum":
@@ -147,7 +153,8 @@ def reference_update(optimizer: str, gradient: np.ndarray, before: dict[str, np.
 def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
     features, specs = [], []
     for optimizer, config in OPTIMIZERS.items():
-        specs += [TableSpec(f"{optimizer}/{t}", rows, D, 0.1, config, sharding) for t, rows in ROWS.items()]
+        dtype = NARROW.get(optimizer, "float32")
+        specs += [TableSpec(f"{optimizer}/{t}", rows, D, 0.1, config, sharding, dtype) for t, rows in ROWS.items()]
         for name, table in FEATURES.items():
             kind, length = ("categorical", 1) if name == "watched" else ("bag", L)
             features.append(FeatureSpec(f"{optimizer}/{name}", kind, f"{optimizer}/{table}", combiner, length))
@@ -160,7 +167,7 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
     def body(tables, ids, lengths, gradients, rate, step, ok):
         _, routes = tables_lib.look_up(plan, tables, ids, lengths, sizes)
         merged = tables_lib.merge_gradients(plan, tables, routes, gradients, lengths, sizes)
-        proposals = tables_lib.propose(plan, tables, merged, rate, step)
+        proposals = tables_lib.propose(plan, tables, merged, rate, step, 0)
         return tables_lib.commit(plan, tables, proposals, ok)
 
     specs_in = (partitions, mesh_lib.BATCH, mesh_lib.BATCH, mesh_lib.BATCH, *[mesh_lib.REPLICATED] * 3)
@@ -177,13 +184,13 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
         rng = np.random.default_rng(seed)
         tables = {}
         for g in plan.groups:
-            draw = {t.name: rng.normal(size=(t.rows, D)).astype(np.float32) * (seed is not None) for t in g.tables}
+            draw = {t.name: (rng.normal(size=(t.rows, D)) * (seed is not None)).astype(g.dtype) for t in g.tables}
             garbage = rng.integers(0, 1000, g.array_rows).astype(np.int32) * (seed is not None)
             slots = {
                 name: np.full((g.array_rows, D) if per_column else g.array_rows, g.rule.initial, np.float32)
                 for name, per_column in g.rule.slots.items()
             }
-            table = tables_lib.Table(g.from_logical(draw, 0.0), slots, garbage)
+            table = tables_lib.Table(g.from_logical(draw, 0.0).view(g.stored), slots, garbage)
             tables[g.name] = jax.tree.map(lambda a, p: tables_lib.put(a, mesh, p), table, partitions[g.name])
         return tables
 
@@ -191,7 +198,7 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
         out = {}
         for g in plan.groups:
             table = tables[g.name]
-            parts = {"weights": table.weights, **table.slots}
+            parts = {"weights": np.asarray(table.weights).view(g.dtype), **table.slots}
             for part, array in parts.items():
                 for name, value in g.to_logical(np.asarray(array)).items():
                     out.setdefault(tuple(name.split("/")), {})[part] = value
@@ -220,8 +227,6 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
     return result
 
 
-@over_strategies
-@over_combiners
 def test_merged_gradient_is_within_n_eps_of_float64(sharding, combiner, mesh):
     for k, merged in enumerate(run(sharding, combiner, mesh).merged):
         total, absolute, count = reference_merge(make_step(combiner, k, dyadic=False), combiner)
@@ -231,8 +236,6 @@ def test_merged_gradient_is_within_n_eps_of_float64(sharding, combiner, mesh):
     assert count["items"].max() > 1  # The data have duplicates.
 
 
-@over_strategies
-@over_combiners
 def test_merged_gradient_is_exact_for_dyadic_gradients(sharding, combiner, mesh):
     for k, merged in enumerate(run(sharding, combiner, mesh).merged_dyadic):
         total, _, count = reference_merge(make_step(combiner, k, dyadic=True), combiner)
@@ -241,8 +244,6 @@ def test_merged_gradient_is_exact_for_dyadic_gradients(sharding, combiner, mesh)
         assert k != 1 or count["items"][7] > B  # Every id of the batch.
 
 
-@over_strategies
-@over_combiners
 @over_optimizers
 def test_rows_follow_the_optimizer_within_8_eps(sharding, combiner, optimizer, mesh):
     result = run(sharding, combiner, mesh)
@@ -254,16 +255,16 @@ def test_rows_follow_the_optimizer_within_8_eps(sharding, combiner, optimizer, m
             touched = count[t] > 0
             assert expected.keys() == before.keys()
             for part, value in expected.items():
-                error = np.abs(after[part] - value)[touched]
-                assert (error <= 8 * EPS * size[part][touched]).all(), (k, t, part)
+                error, bound = np.abs(after[part].astype(np.float64) - value), 8 * EPS * size[part]
+                if part == "weights" and optimizer in NARROW:  # One of the two neighbours.
+                    bound += np.maximum(float(jnp.finfo(NARROW[optimizer]).eps) * np.abs(value), 2.0**-24)
+                assert (error <= bound)[touched].all(), (k, t, part)
             for part in before:
                 changed = (before[part] != after[part]).reshape(rows, -1).any(axis=1)
                 assert before[part][~touched].tobytes() == after[part][~touched].tobytes()
-                assert changed[touched].all(), (k, t, part)
+                assert changed[touched].all() or (part == "weights" and optimizer in NARROW), (k, t, part)
 
 
-@over_strategies
-@over_combiners
 def test_replicas_are_identical_and_sentinels_untouched(sharding, combiner, mesh):
     for groups in run(sharding, combiner, mesh).arrays:
         for group, table in groups.values():
@@ -281,8 +282,6 @@ def test_replicas_are_identical_and_sentinels_untouched(sharding, combiner, mesh
                     assert len(first) == group.shard_rows + 1
 
 
-@over_strategies
-@over_combiners
 def test_a_refused_update_changes_no_bit(sharding, combiner, mesh):
     refused = run(sharding, combiner, mesh).refused
     assert len(refused) == STEPS * len(OPTIMIZERS)

@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from cover import cases
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -30,7 +31,7 @@ DIM, BATCH = 8, 64
 SMALL, LARGE = 1_000_000, 2_000_000
 
 
-def compiled(sharding: str, sizes: tuple[int, int], rows: int):
+def compiled(sharding: str, sizes: tuple[int, int], rows: int, dtype: str):
     """Returns (bytes of the tables on each device, memory analysis) of two tables of `rows` rows per optimizer."""
     features, specs = [], []
     for o in SPARSE_OPTIMIZERS:
@@ -39,7 +40,9 @@ def compiled(sharding: str, sizes: tuple[int, int], rows: int):
             FeatureSpec(f"{o}/history", "bag", f"{o}/items", "mean", 4),
             FeatureSpec(f"{o}/user", "categorical", f"{o}/users"),
         ]
-        specs += [TableSpec(f"{o}/{t}", rows, DIM, 0.1, SparseOptimizerConfig(o), sharding) for t in ("items", "users")]
+        specs += [
+            TableSpec(f"{o}/{t}", rows, DIM, 0.1, SparseOptimizerConfig(o), sharding, dtype) for t in ("items", "users")
+        ]
     schema = Schema(tuple(features), {t.name: rows for t in specs}, ("a", "b"), ("label",))
     mesh = mesh_lib.create(mesh_lib.MeshConfig(*sizes))
     plan = make_plan(specs, schema, sizes[1])
@@ -64,7 +67,7 @@ def compiled(sharding: str, sizes: tuple[int, int], rows: int):
     for g in plan.groups:
         columns = {name: (DIM,) if per_column else () for name, per_column in g.rule.slots.items()}
         arrays = tables_lib.Table(
-            jax.ShapeDtypeStruct((g.array_rows, DIM), jnp.float32),
+            jax.ShapeDtypeStruct((g.array_rows, DIM), g.stored),
             {name: jax.ShapeDtypeStruct((g.array_rows, *c), jnp.float32) for name, c in columns.items()},
             jax.ShapeDtypeStruct((g.array_rows,), jnp.int32),
         )
@@ -72,7 +75,9 @@ def compiled(sharding: str, sizes: tuple[int, int], rows: int):
         tables[g.name] = jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), arrays, specs
         )
-        bytes_per_device += sum(4 * math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(tables[g.name]))
+        bytes_per_device += sum(
+            a.dtype.itemsize * math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(tables[g.name])
+        )
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     optimizer_state = dense_optim.direction(program.optimizer).init(dense)
     state = TrainState(scalar, dense, optimizer_state, {}, LossScale(scalar, scalar, scalar), scalar, scalar, scalar)
@@ -82,12 +87,13 @@ def compiled(sharding: str, sizes: tuple[int, int], rows: int):
     return bytes_per_device, shard_train_step(program).lower(state, window, batch).compile().memory_analysis()
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 4)], ids=["1", "8"])
-def test_tables_are_aliased_and_temporaries_do_not_grow_with_them(sharding, mesh):
+@pytest.mark.parametrize(
+    "sharding, mesh, dtype", cases(SHARDINGS, [(1, 1), (2, 4)], ["float32", "bfloat16", "float16"])
+)
+def test_tables_are_aliased_and_temporaries_do_not_grow_with_them(sharding, mesh, dtype):
     temporaries = []
     for rows in (SMALL, LARGE):
-        table_bytes, memory = compiled(sharding, mesh, rows)
+        table_bytes, memory = compiled(sharding, mesh, rows, dtype)
         # Two tables of a group have room on two shards; the others' rows are split over all.
         shards = {"replicated": 1, "column": 1, "table": min(2, mesh[1])}.get(sharding, mesh[1])
         dim = DIM // mesh[1] if sharding == "column" else DIM
@@ -95,8 +101,9 @@ def test_tables_are_aliased_and_temporaries_do_not_grow_with_them(sharding, mesh
         slots = [
             per_column for o in SPARSE_OPTIMIZERS for per_column in row_rule(SparseOptimizerConfig(o)).slots.values()
         ]
-        numbers = len(SPARSE_OPTIMIZERS) * (dim + 1) + sum(dim if per_column else 1 for per_column in slots)
-        expected = 2 * rows * 4 * numbers // shards
+        numbers = len(SPARSE_OPTIMIZERS) + sum(dim if per_column else 1 for per_column in slots)
+        of_row = 4 * numbers + len(SPARSE_OPTIMIZERS) * dim * jnp.dtype(dtype).itemsize
+        expected = 2 * rows * of_row // shards
         assert expected <= table_bytes <= 1.01 * expected
         assert memory.alias_size_in_bytes >= table_bytes
         # All that comes in but the batch, all that goes out but the step's number.

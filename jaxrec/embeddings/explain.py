@@ -11,8 +11,8 @@ from jaxrec.embeddings.sharded import capacity_of, exchanged_bytes
 def device_bytes(group: Group) -> int:
     """Returns what one device holds of a group: weights, optimizer rows and scratch, padding included."""
     width = group.dim // group.column_shards
-    numbers = width + 1 + sum(width if wide else 1 for wide in group.rule.slots.values())
-    return 4 * numbers * (group.shard_rows + 1)
+    numbers = 1 + sum(width if wide else 1 for wide in group.rule.slots.values())
+    return (width * group.dtype.itemsize + 4 * numbers) * (group.shard_rows + 1)
 
 
 def explain(plan: Plan, batch_size: int, axis_sizes: dict[str, int], capacities: Mapping[str, int]) -> list[str]:

@@ -3,8 +3,8 @@
 A row has three numbers: its id in its table; its row in the concatenation of the group's tables (id + offset); and its
 place, shard * shard_rows + local row. Row and place differ under `row_cyclic` only.
 
-Tables of the same dim, optimizer and sharding share one array (a group), one lookup and one update. The layout exists
-at run time only; checkpoints hold one logical array per table (`Group.to_logical`).
+Tables of the same dim, optimizer, sharding and type share one array (a group), one lookup and one update. The layout
+exists at run time only; checkpoints hold one logical array per table (`Group.to_logical`).
 
 Every shard of a group ends with a sentinel row of zeros. Slots past a bag's length, and rows that another shard owns,
 name it, so that no lookup needs a mask and every index is in bounds.
@@ -17,6 +17,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -82,6 +84,19 @@ class Group:
     def sharding(self) -> str:
         return self.tables[0].sharding
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the weights; the optimizer's rows are float32."""
+        return jnp.dtype(self.tables[0].dtype)
+
+    @property
+    def stored(self) -> np.dtype:
+        """Of the array of weights: float32, or uint16, the bits of narrower ones.
+
+        XLA:CPU gathers, scatters and sends bfloat16 as float32: it would convert whole tables and send twice the bytes.
+        """
+        return self.dtype if self.dtype == np.float32 else np.dtype(np.uint16)
+
     @functools.cached_property
     def rule(self) -> RowRule:
         return row_rule(self.tables[0].optimizer)
@@ -143,6 +158,13 @@ class Group:
         run = places % self.shard_rows
         return run * self.shards + (places // self.shard_rows + self.shards - self._rotation(run)) % self.shards
 
+    def names(self, places: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns int32 (index in `tables`, row of that table) of places; for padding the row is beyond the table."""
+        row = self.unplace(places)
+        offsets = jnp.asarray(self.offsets, jnp.int32)
+        table = jnp.clip(jnp.searchsorted(offsets, row, side="right") - 1, 0, len(self.tables) - 1)
+        return table, row - offsets[table]
+
     def _rotation(self, run: Any) -> Any:
         mixed = (run.astype(np.uint32) * np.uint32(0x9E3779B1)) >> np.uint32(16)
         return (mixed % np.uint32(self.shards)).astype(run.dtype)
@@ -192,7 +214,7 @@ class Group:
             "table": f"tables over {over}, {full:.0%} of the room filled",
             "column": f"columns over {over}",
         }[self.sharding]
-        return f"{self.name}: {len(self.tables)} tables, {self.rows:,} rows x {self.dim}, {spread}"
+        return f"{self.name}: {len(self.tables)} tables, {self.rows:,} rows x {self.dim} {self.dtype.name}, {spread}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,12 +297,12 @@ def make_plan(tables: Sequence[TableSpec], schema: Schema, model_shards: int) ->
     """
     by_key: dict[tuple, list[TableSpec]] = {}
     for t in tables:
-        by_key.setdefault((t.dim, t.optimizer, t.sharding), []).append(t)
+        by_key.setdefault((t.dim, t.optimizer, t.sharding, t.dtype), []).append(t)
     starts = np.cumsum([0, *(f.max_length for f in schema.features)]).tolist()
     first_slot = {f.name: start for f, start in zip(schema.features, starts, strict=False)}
     bag_column = {f.name: i for i, f in enumerate(schema.bags)}
     groups = []
-    for number, ((dim, optimizer, sharding), unplaced) in enumerate(by_key.items()):
+    for number, ((dim, optimizer, sharding, dtype), unplaced) in enumerate(by_key.items()):
         placed = _balance(unplaced, model_shards) if sharding == "table" else [(t, -1) for t in unplaced]
         members = tuple(t for t, _ in placed)
         require(
@@ -307,7 +329,7 @@ def make_plan(tables: Sequence[TableSpec], schema: Schema, model_shards: int) ->
                 columns += range(first_slot[f.name], first_slot[f.name] + length)
                 slot_tables += [index[f.table]] * length
         group = Group(
-            f"group{number}_dim{dim}_{optimizer.name}_{sharding}",
+            f"group{number}_dim{dim}_{optimizer.name}_{sharding}" + ("" if dtype == "float32" else f"_{dtype}"),
             members,
             model_shards,
             tuple(shard for _, shard in placed if shard >= 0),

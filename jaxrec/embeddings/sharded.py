@@ -6,6 +6,8 @@ the gradients of a row before it sends them. Buffers have a fixed capacity per d
 rows for a destination reports an overflow, and the step is refused. Without peers nothing is sorted and nothing sent.
 
 Shape suffixes: N occurrences of this device's batch, C capacity per destination, M rows that reach this device, D dim.
+In the docstrings' bytes, E is the size of a weight (4, or 2 in narrow tables): vectors travel in the tables' type,
+gradients in float32.
 `data` and `model` in a shape are the axes' sizes.
 """
 
@@ -117,7 +119,7 @@ def gather_row(
 ) -> tuple[jax.Array, Route]:
     """Asks the shard that holds each distinct row, over `model`; returns vectors [N, D]. Also for `table`.
 
-    Bytes received per device: (model - 1) * C * (4 + 4 D).
+    Bytes received per device: (model - 1) * C * (4 + E D).
     """
     if group.shards == 1:
         return gather_replicated(group, weights, places, capacity, axis_sizes)
@@ -145,7 +147,7 @@ def gather_column(
 ) -> tuple[jax.Array, Route]:
     """Asks every device of `model` for its columns of each distinct row; returns vectors [N, D].
 
-    Bytes received per device: (model - 1) * C * (4 + 4 D / model).
+    Bytes received per device: (model - 1) * C * (4 + E D / model).
     """
     if math.prod(axis_sizes.values()) == 1:
         return _local(weights, places)
@@ -188,7 +190,7 @@ def exchanged_bytes(group: Group, capacity: int, axis_sizes: dict[str, int], *, 
     if group.sharding == "replicated":
         return (data * model - 1) * c * (4 + 4 * d) if training else 0
     part = d // group.column_shards
-    lookup = (model - 1) * c * (4 + 4 * part)
+    lookup = (model - 1) * c * (4 + group.dtype.itemsize * part)
     update = (model - 1) * c * 4 * part + (data - 1) * model * c * (4 + 4 * part)
     return lookup + update if training else lookup
 

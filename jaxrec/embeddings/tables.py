@@ -23,13 +23,17 @@ from jaxrec.embeddings.merge import IN_BOUNDS, merge
 from jaxrec.embeddings.plan import Group, Plan
 from jaxrec.embeddings.sharded import COLLECT, GATHER, Route, capacity_of
 from jaxrec.optim.row_rule import Context
+from jaxrec.rounding import stochastic
+
+# Tells the draws of stochastic rounding from those of the first weights, which have one coordinate less.
+_ROUNDING = counters.tag("stochastic rounding")
 
 
 class Table(NamedTuple):
     """The arrays of one group; their leading dimension is `Group.array_rows`, D this device's columns of them.
 
     Attributes:
-      weights: float32 [rows, D].
+      weights: `Group.stored` [rows, D]: float32, or the bits of narrower weights.
       slots: The optimizer's rows by name.
       scratch: int32 [rows], for merging; not part of a checkpoint.
     """
@@ -61,13 +65,14 @@ class Proposal(NamedTuple):
 
     Attributes:
       rows: int32 [M], local rows; the sentinel where nothing is to be written.
-      delta: float32 [M, D], to be added to the weights.
+      weights: [M, D]. Of a float32 table, what is to be added to the weights (one pass over them); of a narrower one,
+        the new weights, rounded, in its type.
       slots: New slot values, [M] or [M, D].
       scratch: The scratch after merging.
     """
 
     rows: jax.Array
-    delta: jax.Array
+    weights: jax.Array
     slots: dict[str, jax.Array]
     scratch: jax.Array
 
@@ -91,24 +96,28 @@ def initialise(plan: Plan, mesh: Mesh, seed: int) -> Tables:
 def _initial_shard(group: Group, seed: int) -> Table:
     shard = jax.lax.axis_index("model") if group.shards > 1 else 0
     local = jnp.arange(group.shard_rows + 1, dtype=jnp.int32)
-    row = group.unplace(shard * group.shard_rows + local)
-    offsets = jnp.asarray(group.offsets, jnp.int32)
-    table = jnp.clip(jnp.searchsorted(offsets, row, side="right") - 1, 0, len(group.tables) - 1)
-    tags = jnp.asarray([counters.tag(t.name) for t in group.tables], jnp.uint32)[table]
+    table, own_row = group.names(shard * group.shard_rows + local)
     scales = jnp.asarray([t.init_scale for t in group.tables], jnp.float32)[table]
-    own_row = row - offsets[table]
     # The rest is padding: the sentinel, the end of the last shard, and under `table` the end of any.
     real = (local < group.shard_rows) & (own_row < jnp.asarray([t.rows for t in group.tables], jnp.int32)[table])
-    columns = jnp.arange(group.dim // group.column_shards)
-    if group.column_shards > 1:
-        columns += jax.lax.axis_index("model") * columns.size
-    unit = counters.uniform(seed, tags[:, None], own_row[:, None], columns[None])
-    weights = jnp.where(real[:, None], (2 * unit - 1) * scales[:, None], 0.0)
+    unit = counters.uniform(seed, _tags(group)[table][:, None], own_row[:, None], _columns(group)[None])
+    weights = _bits(jnp.where(real[:, None], (2 * unit - 1) * scales[:, None], 0.0).astype(group.dtype), group)
     slots = {
         name: jnp.full(weights.shape if per_column else weights.shape[:1], group.rule.initial, jnp.float32)
         for name, per_column in group.rule.slots.items()
     }
     return Table(weights, slots, jnp.zeros(weights.shape[:1], jnp.int32))
+
+
+def _tags(group: Group) -> jax.Array:
+    """Returns uint32 [tables], the coordinate of each table's name."""
+    return jnp.asarray([counters.tag(t.name) for t in group.tables], jnp.uint32)
+
+
+def _columns(group: Group) -> jax.Array:
+    """Returns int32 [D], which of a row's columns this device holds."""
+    columns = jnp.arange(group.dim // group.column_shards)
+    return columns + jax.lax.axis_index("model") * columns.size if group.column_shards > 1 else columns
 
 
 def partitions(plan: Plan) -> dict[str, Table]:
@@ -140,7 +149,7 @@ def look_up(
       capacities: Group -> rows that a device may send to another; the worst case for a group that is not there.
 
     Returns:
-      Feature -> [B, D] (or [B, L, D] for the combiner `none`), and what the update needs to know.
+      Feature -> float32 [B, D] (or [B, L, D] for the combiner `none`), and what the update needs to know.
     """
     pooled, routes = {}, {}
     for g in plan.groups:
@@ -149,7 +158,8 @@ def look_up(
         vectors, routes[g.name] = GATHER[g.sharding](
             g, tables[g.name].weights, places_BS.reshape(-1), capacity, axis_sizes
         )
-        pooled |= local_lookup.pool(g, vectors.reshape(*places_BS.shape, g.dim), lengths)
+        vectors = _numbers(vectors, g).astype(jnp.float32).reshape(*places_BS.shape, g.dim)
+        pooled |= local_lookup.pool(g, vectors, lengths)
     return pooled, routes
 
 
@@ -200,6 +210,7 @@ def propose(
     gradients: Mapping[str, RowGradients],
     rate: jax.Array,
     step: jax.Array,
+    seed: int,
     scale: jax.Array | None = None,
 ) -> dict[str, Proposal]:
     """Computes each group's update.
@@ -210,6 +221,7 @@ def propose(
       gradients: From `merge_gradients`.
       rate: The schedule's factor, which multiplies each group's learning rate.
       step: int32, steps taken before this one.
+      seed: Of stochastic rounding, which draws from (seed, step, table, row, column).
       scale: Multiplies every gradient.
     """
     proposals = {}
@@ -221,11 +233,33 @@ def propose(
         old = {name: s.at[rows].get(mode=IN_BOUNDS) for name, s in table.slots.items()}
         learning_rate = optimizer.learning_rate * rate
         delta, slots = g.rule.update(gradient, old, Context(learning_rate, step, functools.partial(_row_mean, g)))
-        if optimizer.weight_decay:
-            weights = table.weights.at[rows].get(mode=IN_BOUNDS)
+        narrow = g.dtype != g.stored
+        if optimizer.weight_decay or narrow:
+            weights = _numbers(table.weights.at[rows].get(mode=IN_BOUNDS), g).astype(jnp.float32)
             delta -= learning_rate * optimizer.weight_decay * weights
+            if narrow:
+                delta = _round(g, rows, weights + delta, seed, step)
         proposals[g.name] = Proposal(rows, delta, slots, scratch)
     return proposals
+
+
+def _bits(weights: jax.Array, group: Group) -> jax.Array:
+    """Returns weights as the group's tables store them."""
+    return jax.lax.bitcast_convert_type(weights, group.stored)
+
+
+def _numbers(bits: jax.Array, group: Group) -> jax.Array:
+    """The inverse of `_bits`."""
+    return jax.lax.bitcast_convert_type(bits, group.dtype)
+
+
+def _round(group: Group, rows: jax.Array, weights: jax.Array, seed: int, step: jax.Array) -> jax.Array:
+    """Rounds float32 weights [M, D] of local rows [M] to the group's type."""
+    shard = jax.lax.axis_index("model") if group.shards > 1 else 0
+    table, own_row = group.names(shard * group.shard_rows + rows)
+    coordinates = (_tags(group)[table][:, None], own_row[:, None], _columns(group)[None])
+    # The sentinel's 0 is a value of every type, so that its draw, some row's own, does not matter.
+    return stochastic(weights, group.dtype, counters.bits(seed, _ROUNDING, step, *coordinates))
 
 
 def _row_mean(group: Group, values: jax.Array) -> jax.Array:
@@ -240,7 +274,8 @@ def commit(plan: Plan, tables: Tables, proposals: Mapping[str, Proposal], ok: ja
     for g in plan.groups:
         table, p = tables[g.name], proposals[g.name]
         rows = jnp.where(ok, p.rows, g.shard_rows)
-        weights = table.weights.at[rows].add(jnp.where(ok, p.delta, 0.0), mode=IN_BOUNDS)
+        change, at = _bits(jnp.where(ok, p.weights, jnp.zeros_like(p.weights)), g), table.weights.at[rows]
+        weights = at.add(change, mode=IN_BOUNDS) if g.dtype == g.stored else at.set(change, mode=IN_BOUNDS)
         slots = {
             name: s.at[rows].set(jnp.where(ok, p.slots[name], g.rule.initial), mode=IN_BOUNDS)
             for name, s in table.slots.items()

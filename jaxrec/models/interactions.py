@@ -20,7 +20,7 @@ def dot_interaction(features: jax.Array, policy: Policy) -> jax.Array:
     Source: Naumov et al. 2019, "Deep Learning Recommendation Model for Personalization and Recommendation Systems".
     """
     x = features.astype(policy.compute)
-    products = jnp.einsum("bfd,bgd->bfg", x, x, preferred_element_type=policy.accumulate)
+    products = jnp.einsum("bfd,bgd->bfg", x, x, precision=policy.product, preferred_element_type=policy.accumulate)
     first, second = np.tril_indices(features.shape[1], -1)
     return products[:, first, second]
 

@@ -59,7 +59,12 @@ class Linear(nnx.Module):
 
         def apply(x: jax.Array, kernel: jax.Array, *bias: jax.Array) -> jax.Array:
             compute = self.policy.compute
-            y = jnp.dot(x.astype(compute), kernel.astype(compute), preferred_element_type=self.policy.accumulate)
+            y = jnp.dot(
+                x.astype(compute),
+                kernel.astype(compute),
+                precision=self.policy.product,
+                preferred_element_type=self.policy.accumulate,
+            )
             return y + bias[0] if bias else y
 
         arrays = (self.kernel[...], *([] if self.bias is None else [self.bias[...]]))

@@ -208,7 +208,7 @@ def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
         table = state.tables[g.name]
         for what, array in {"weights": table.weights, **table.slots}.items():
             # A copy: the device's buffer is donated to the next step while this one is being written.
-            logical = g.to_logical(np.array(array))
+            logical = g.to_logical(np.array(array).view(g.dtype if what == "weights" else np.float32))
             arrays |= {f"tables/{name}/{what}": rows for name, rows in logical.items()}
     return arrays
 
@@ -242,7 +242,10 @@ def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarra
 
         def load(what: str, fill: float, wide: bool, g: Any = g) -> jax.Array:
             logical = {t.name: arrays[f"tables/{t.name}/{what}"] for t in g.tables}
-            return tables_lib.put(g.from_logical(logical, fill), program.mesh, g.partition(wide))
+            stored = g.from_logical(logical, fill)
+            if what == "weights":
+                stored = stored.view(g.stored)
+            return tables_lib.put(stored, program.mesh, g.partition(wide))
 
         tables[g.name] = Table(
             load("weights", 0.0, True),

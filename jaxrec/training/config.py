@@ -88,11 +88,17 @@ class Config:
     training: TrainingConfig = TrainingConfig()
     mesh: MeshConfig = MeshConfig()
     precision: str = "float32"
+    matmul: str = "float32"
     dense_sharding: str = "replicated"
 
     def __post_init__(self):
-        policy(self.precision)
+        _ = self.policy
         one_of("--dense_sharding", self.dense_sharding, DENSE_SHARDINGS)
+
+    @property
+    def policy(self) -> Policy:
+        """The number types."""
+        return policy(self.precision, self.embedding.dtype, self.matmul)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the config as JSON values."""
@@ -107,7 +113,7 @@ class Config:
         embedding = {k: v for k, v in d["embedding"].items() if k not in ("sharding", "capacity_margin")}
         return {
             "data": d["data"], "model": d["model"], "embedding": embedding, "optimizer": d["optimizer"],
-            "schedule": d["schedule"], "precision": d["precision"],
+            "schedule": d["schedule"], "precision": d["precision"], "matmul": d["matmul"],
             **{k: d["training"][k] for k in ("seed", "batch_size", "auxiliary_weight", "clip_norm")},
         }  # fmt: skip
 

@@ -24,7 +24,6 @@ from jaxrec.checks import require
 from jaxrec.data.device import DevicePrefetch
 from jaxrec.data.pipeline import Batches, stream
 from jaxrec.data.schema import Dataset
-from jaxrec.precision import policy
 from jaxrec.startup import CompileCounter, PhaseClock
 from jaxrec.tracing import StepTracer
 from jaxrec.training import setup, workdir
@@ -108,7 +107,7 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             program, dense = setup.build_program(config, dataset, batches)
             state = setup.initial_state(program, dense)
             window = setup.new_window(program)
-        say(f"precision   {policy(config.precision).describe()}")
+        say(f"precision   {config.policy.describe(program.mesh.devices.flat[0].platform)}")
         for line in program.plan.describe():
             say(f"embeddings  {line}")
         if config.dense_sharding == "fsdp":

@@ -21,7 +21,6 @@ from jaxrec.embeddings.plan import Plan, choose_shardings, make_plan
 from jaxrec.fsdp import pack
 from jaxrec.optim import dense as dense_optim
 from jaxrec.optim.sparse import row_rule
-from jaxrec.precision import policy
 from jaxrec.training.config import Config
 from jaxrec.training.state import LossScale, TrainState, Window, empty_window
 from jaxrec.training.step import FIRST_SCALE, Program
@@ -44,10 +43,11 @@ def build_program(config: Config, dataset: Dataset, batches: Batches | None = No
     if batches is not None:
         mesh_lib.check_batch(config.mesh, config.training.batch_size)
     mesh = mesh_lib.create(config.mesh)
+    config.policy.check(mesh.devices.flat[0].platform)
     schema = dataset.schema
     plan = plan_tables(config, schema)
     rngs = nnx.Rngs(params=config.training.seed)
-    model = config.model.create(schema, config.embedding.dim, policy(config.precision), rngs)
+    model = config.model.create(schema, config.embedding.dim, config.policy, rngs)
     graphdef, dense = nnx.split(model, nnx.Param)
     program = Program(
         graphdef=graphdef,
@@ -59,7 +59,7 @@ def build_program(config: Config, dataset: Dataset, batches: Batches | None = No
         tasks=len(schema.labels),
         auxiliary_weight=config.training.auxiliary_weight,
         clip_norm=config.training.clip_norm,
-        loss_scaled=policy(config.precision).loss_scaled,
+        loss_scaled=config.policy.loss_scaled,
         dense_shards=config.mesh.model if config.dense_sharding == "fsdp" else 1,
         dense_shapes=jax.eval_shape(lambda: dense),
         capacities={} if batches is None else measure_capacities(config, plan, batches),
@@ -72,7 +72,8 @@ def plan_tables(config: Config, schema: Schema) -> Plan:
     chosen, reasons = dict.fromkeys(schema.vocabulary, config.embedding.sharding), {}
     if config.embedding.sharding == "auto":
         slots = row_rule(config.embedding.optimizer).slots.values()
-        row_bytes = 4 * (config.embedding.dim + sum(config.embedding.dim if wide else 1 for wide in slots))
+        dim, size = config.embedding.dim, jnp.dtype(config.embedding.dtype).itemsize
+        row_bytes = dim * size + 4 * sum(dim if wide else 1 for wide in slots)
         pairs = choose_shardings(schema.vocabulary, row_bytes, config.mesh.model)
         chosen = {name: sharding for name, (sharding, _) in pairs.items()}
         reasons = {name: f"{sharding}: {why}" for name, (sharding, why) in pairs.items()}

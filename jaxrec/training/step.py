@@ -47,7 +47,7 @@ class Program:
       mesh: Devices.
       optimizer: Of the dense parameters.
       schedule: Multiplies every learning rate.
-      seed: For dropout.
+      seed: For dropout and stochastic rounding.
       tasks: How many of the labels' columns, the first, are tasks of their own; the rest are auxiliary.
       auxiliary_weight: See `TrainingConfig`.
       clip_norm: See `TrainingConfig`.
@@ -170,7 +170,7 @@ def train_step(
             state.dense, jax.tree.map(lambda d: -program.optimizer.learning_rate * rate * d, direction)
         )
     with jax.named_scope("embedding_update"):
-        proposals = tables_lib.propose(plan, state.tables, row_gradients, rate, state.step, clip)
+        proposals = tables_lib.propose(plan, state.tables, row_gradients, rate, state.step, program.seed, clip)
     with jax.named_scope("finite_check"):
         overflows = {name: route.overflow for name, route in routes.items()}
         faults = _faults(program, overflows, objective, norm, d_dense, d_activations, dense, optimizer, proposals)
@@ -285,7 +285,7 @@ def _not_finite(
     # The square of a finite gradient may overflow, and g / (sqrt(inf) + eps) = 0 would hide it.
     named |= {f"optimizer state {_path(p)}": bad(s) for p, s in jax.tree_util.tree_leaves_with_path(optimizer)}
     for name, p in proposals.items():
-        named[f"update of embedding {name}"] = bad(p.delta) | jnp.any(
+        named[f"update of embedding {name}"] = bad(p.weights) | jnp.any(
             jnp.stack([bad(s) for s in p.slots.values()] or [jnp.array(False)])
         )
     return named
