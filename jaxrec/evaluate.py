@@ -17,7 +17,7 @@ def main() -> int:
     """Runs the command; returns its exit status."""
     flag_values = flags.FLAGS
     require(bool(flag_values.workdir), "--workdir is not given, but must be the folder of a run")
-    from jaxrec import mesh
+    from jaxrec import mesh, processes
     from jaxrec.configs import catalogue, overrides
     from jaxrec.training import setup
     from jaxrec.training.checkpoint import Checkpoints
@@ -36,7 +36,7 @@ def main() -> int:
         config = overrides.replace(config, "mesh", mesh.parse(flag_values.mesh))
     if flag_values.embedding_sharding is not None:
         config = overrides.replace(config, "embedding.sharding", flag_values.embedding_sharding)
-    dataset = config.data.open(flag_values.data_dir)
+    dataset = processes.first_alone(lambda: config.data.open(flag_values.data_dir))
     one_of("--split", flag_values.split, tuple(dataset.splits))
     program, dense = setup.build_program(config, dataset)
     checkpoints = Checkpoints(flag_values.workdir, config.training.keep_last, for_training=False)
@@ -51,7 +51,8 @@ def main() -> int:
     state = checkpoints.restore(program, setup.initial_state(program, dense), step)
     metrics = Evaluator(config, dataset, program, state).run(state, flag_values.split) or {}
     finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-    print(json.dumps({"step": step, "split": flag_values.split, **finite}))
+    if processes.is_first():
+        print(json.dumps({"step": step, "split": flag_values.split, **finite}))
     return 0
 
 

@@ -6,12 +6,13 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 
-from jaxrec.checks import UserError, require
+from jaxrec.checks import UserError, one_of, require
 
 FLAGS = flags.FLAGS
 
@@ -32,6 +33,15 @@ def define_common() -> None:
         None,
         "How tables are spread: replicated, row, row_cyclic, table, column, auto.",
     )
+    flags.DEFINE_string(
+        "distributed",
+        None,
+        "Several processes: auto finds them (SLURM, Open MPI, Kubernetes, Cloud TPU, JAX_COORDINATOR_ADDRESS, ...), "
+        "and is the default where --coordinator or that variable is given; else off.",
+    )
+    flags.DEFINE_string("coordinator", None, "host:port of process 0, or JAX_COORDINATOR_ADDRESS.")
+    flags.DEFINE_integer("num_processes", None, "How many processes there are, or JAX_NUM_PROCESSES.")
+    flags.DEFINE_integer("process_id", None, "Which of them this is, from 0, or JAX_PROCESS_ID.")
     flags.DEFINE_integer("simulate_cpu_devices", 0, "Simulate this many CPU devices; correctness only, not speed.")
     flags.DEFINE_string("compile_cache", cache_dir("compile"), "Persistent compile cache; 'off' for none.")
 
@@ -83,6 +93,22 @@ def prepare_process() -> None:
     from jaxrec.startup import enable_compile_cache
 
     enable_compile_cache("" if FLAGS.compile_cache == "off" else FLAGS.compile_cache)
+    _join_processes()
+
+
+def _join_processes() -> None:
+    from jaxrec import processes
+
+    named = {name: FLAGS[name].value for name in ("coordinator", "num_processes", "process_id")}
+    one_of("--distributed", FLAGS.distributed or "off", ("auto", "off"))
+    asked = FLAGS.distributed
+    if asked is None and (named["coordinator"] or os.environ.get("JAX_COORDINATOR_ADDRESS")):
+        asked = "auto"
+    if asked == "auto":
+        processes.start(*named.values())
+        return
+    for name, value in named.items():
+        require(value is None, f"--{name} is {value}, but --distributed=auto or --coordinator is not given")
 
 
 def _simulate(count: int) -> None:
@@ -134,19 +160,49 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
             sys.exit(0)
         rest = FLAGS(sys.argv)
         require(len(rest) == 1, f"{rest[1] if len(rest) > 1 else ''!r} is no flag; flags look like --name=value")
-        status = main()
+        status, why = main(), ""
     except flags.Error as e:
-        status = _complain(str(e).strip().replace("\n", " "))
+        why = str(e).strip().replace("\n", " ")
+        status = _complain(why)
     except UserError as e:
-        status = _complain(str(e))
+        why = str(e)
+        status = _complain(why)
         logging.disable(logging.CRITICAL)  # All is said; libraries that met the same fault have nothing to add.
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        why = "interrupted"
+        print(why, file=sys.stderr)
         status = 128 + signal.SIGINT
+    except SystemExit as e:  # By --help, or by a signal.
+        status, why = e.code, "stopped by a signal"
+    except Exception as e:
+        _unexpected(e)
+        raise
     sys.stdout.flush()
+    _leave(status, why)
     sys.exit(status)
 
 
 def _complain(message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
     return 2
+
+
+def _unexpected(error: Exception) -> None:
+    """With several processes, an exception may be the sign that another is lost, and is to be told to the others."""
+    if "jaxrec.processes" in sys.modules:
+        import jax
+
+        from jaxrec import processes
+
+        if processes.count() > 1:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                processes.await_verdict()
+            traceback.print_exc()
+            processes.leave(1, f"{type(error).__name__}: {error}")
+
+
+def _leave(status: Any, why: str) -> None:
+    if "jaxrec.processes" in sys.modules:  # Else there are no others.
+        from jaxrec import processes
+
+        processes.leave(status, why)

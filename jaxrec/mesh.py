@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxrec import processes
 from jaxrec.checks import UserError, require
 
 AXES = ("data", "model")
@@ -54,6 +57,11 @@ def create(config: MeshConfig) -> Mesh:
       UserError: There are fewer devices.
     """
     devices = jax.devices()
+    if processes.count() > 1 and config.size != len(devices):
+        raise UserError(
+            f"--mesh={config} has {config.size} devices, but the {processes.count()} processes have {len(devices)} "
+            f"together, and the mesh must use all of them; --mesh=data:{len(devices)} does"
+        )
     if config.size > len(devices):
         remedy = (
             f"; to simulate devices on a CPU, pass --simulate_cpu_devices={config.size}"
@@ -79,6 +87,67 @@ def check_batch(config: MeshConfig, batch_size: int) -> None:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, BATCH)
+
+
+def local_ranges(mesh: Mesh, batch_size: int) -> list[tuple[int, int]]:
+    """Returns which rows of a global batch this process's devices take, as ascending half-open ranges."""
+    rows = batch_size // mesh.size
+    mine = [k for k, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+    ranges: list[tuple[int, int]] = []
+    for k in mine:
+        if ranges and ranges[-1][1] == k * rows:
+            ranges[-1] = ranges[-1][0], (k + 1) * rows
+        else:
+            ranges.append((k * rows, (k + 1) * rows))
+    return ranges
+
+
+def is_shared(mesh: Mesh) -> bool:
+    """Whether the mesh has devices of other processes."""
+    return any(d.process_index != jax.process_index() for d in mesh.devices.flat)
+
+
+def put(array: Any, sharding: NamedSharding) -> jax.Array:
+    """Places an array that every process has whole."""
+    if not is_shared(sharding.mesh):  # pyright: ignore[reportArgumentType]
+        return jax.device_put(array, sharding)
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
+
+
+# Bytes of a piece in which an array travels to the host.
+PIECE_BYTES = 64 << 20
+
+
+def to_host(array: jax.Array) -> np.ndarray | None:
+    """Returns a copy of an array, split over `model` or replicated, on process 0; None on the others.
+
+    All processes must call it. What is spread over processes comes in pieces, so that no device must hold it whole.
+    """
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.array(array) if processes.is_first() else None
+    mesh, spec = array.sharding.mesh, array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+    model = mesh.shape["model"]
+    wide = tuple(spec) == (None, "model")
+    rows = array.shape[0] if wide else array.shape[0] // model
+    row_bytes = array.dtype.itemsize * math.prod(array.shape[1:]) * (1 if wide else model)
+    piece = max(1, min(rows, PIECE_BYTES // max(row_bytes, 1)))
+
+    def gather(part: jax.Array, start: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(part, start, piece)
+        return jax.lax.all_gather(rows, "model", axis=1 if wide else 0, tiled=wide)
+
+    program = jax.jit(
+        jax.shard_map(gather, mesh=mesh, in_specs=(spec, REPLICATED), out_specs=REPLICATED, check_vma=False)
+    )
+    first = processes.is_first()
+    whole = np.empty(array.shape if wide else (model, rows, *array.shape[1:]), array.dtype) if first else None
+    for start in range(0, rows, piece):
+        start = min(start, rows - piece)  # noqa: PLW2901 - the last piece overlaps the one before
+        received = np.asarray(program(array, put(np.int32(start), NamedSharding(mesh, REPLICATED))))
+        if whole is not None:
+            whole[(slice(start, start + piece),) if wide else (slice(None), slice(start, start + piece))] = received
+    return None if whole is None else whole.reshape(array.shape)
 
 
 def device_index() -> jax.Array:

@@ -25,7 +25,7 @@ def main() -> int:
     if flag_values.plan is not None:
         return explain_plan(flag_values.plan, flag_values.data_dir)
     require(bool(flag_values.workdir), "--workdir is not given, but must be the folder of the run")
-    from jaxrec import tracing
+    from jaxrec import processes, tracing
     from jaxrec.startup import PhaseClock, seconds_since_process_start
     from jaxrec.training.loop import Options, StepRefused, train
 
@@ -34,14 +34,15 @@ def main() -> int:
     jaxrec_flags.prepare_process()
     clock = PhaseClock()
     clock.seconds["imports"] = seconds_since_process_start() or time.perf_counter() - _BEGIN
-    print(json.dumps(config.as_dict(), indent=2), file=sys.stderr)
+    if processes.is_first():
+        print(json.dumps(config.as_dict(), indent=2), file=sys.stderr)
     options = Options(flag_values.workdir, flag_values.data_dir, flag_values.resume, profile_steps)
     try:
         summary, status = train(config, options, clock)
     except StepRefused as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    if status == 0:
+    if status == 0 and processes.is_first():
         print_summary(summary)
     return status
 
@@ -49,13 +50,13 @@ def main() -> int:
 def explain_plan(what: str, data_dir: str) -> int:
     """Prints the layout of the tables and what it costs, without training; returns the exit status."""
     one_of("--plan", what, ("explain",))
-    from jaxrec import mesh
     from jaxrec.data.pipeline import Batches
     from jaxrec.embeddings.explain import explain
+    from jaxrec.mesh import check_batch
     from jaxrec.training.setup import measure_capacities, plan_tables
 
     config = jaxrec_flags.resolve_config()
-    mesh.check_batch(config.mesh, config.training.batch_size)
+    check_batch(config.mesh, config.training.batch_size)
     dataset = config.data.open(data_dir)
     plan = plan_tables(config, dataset.schema)
     batches = Batches(dataset, "train", config.training.batch_size, seed=config.training.seed)

@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Generic, NamedTuple, TypeVar
 
@@ -59,6 +59,8 @@ class Batches:
       steps_per_epoch: Batches of an epoch; also `len`.
       rows_dropped_per_epoch: Rows that an epoch does not use.
       in_memory: Whether the rows come from memory (or are computed), not from files.
+
+    With `ranges`, the batches hold these of their rows only. The order of rows does not depend on it.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Batches:
         seed: int = 0,
         shuffle: bool = True,
         window_blocks: int = 16,
+        ranges: Sequence[tuple[int, int]] | None = None,
     ):
         """Opens the split.
 
@@ -80,6 +83,7 @@ class Batches:
           seed: Key of the order; not used without `shuffle`.
           shuffle: True for training, False for evaluation.
           window_blocks: Blocks whose rows are shuffled together. Two windows are in memory at a time.
+          ranges: Which rows of each batch to read, as ascending half-open ranges; None: all.
 
         Raises:
           UserError: No such split, an empty one, fewer rows than a shuffled batch needs, or a negative seed.
@@ -103,6 +107,8 @@ class Batches:
             f"data set {dataset.name}: features {', '.join(histories)} need timelines, but it has none",
         )
         self.batch_size = batch_size
+        self._ranges = [(0, batch_size)] if ranges is None else list(ranges)
+        self._local_rows = sum(stop - start for start, stop in self._ranges)
         self.steps_per_epoch = self.rows // batch_size if shuffle else -(-self.rows // batch_size)
         self.rows_dropped_per_epoch = self.rows - self.steps_per_epoch * batch_size if shuffle else 0
         self.in_memory: bool = getattr(self._blocks, "in_memory", False)
@@ -137,17 +143,26 @@ class Batches:
         starts = self._epochs.get(epoch, self._make_epoch).starts
         begin = step * self.batch_size
         end = min(begin + self.batch_size, self.rows)
-        parts = []
+        parts: list[HostBatch] = []
+        for start, stop in self._ranges:
+            parts += self._read(epoch, starts, begin + start, min(begin + stop, end))
+        # Where all of the rows asked for are beyond the last, that one is what is repeated.
+        real = bool(parts)
+        batch = stack(parts if real else [*self._read(epoch, starts, end - 1, end)])
+        if len(batch.group) == self._local_rows and real:
+            return batch
+        return _padded(batch, self._local_rows, len(batch.group) if real else 0)
+
+    def _read(self, epoch: int, starts: np.ndarray, begin: int, end: int) -> Iterator[HostBatch]:
+        """Yields the rows begin <= row < end of an epoch's order, window by window."""
         for window in range(int(np.searchsorted(starts, begin, side="right")) - 1, len(starts) - 1):
-            if starts[window] >= end:
+            if starts[window] >= end or begin >= end:
                 break
             # `opened` is held until its rows are copied: they are overwritten once nobody holds the window.
             opened = self._windows.get((epoch, window), self._make_window)
             rows, order = opened.open()
             index = order[max(begin - starts[window], 0) : end - starts[window]]
-            parts.append(assemble(rows, index, self._schema, self._timelines, self._where))
-        batch = stack(parts)
-        return batch if end - begin == self.batch_size else _padded(batch, self.batch_size)
+            yield assemble(rows, index, self._schema, self._timelines, self._where)
 
     def _random(self, purpose: int, *key: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, purpose, *key))))
@@ -243,13 +258,12 @@ class _Recent(Generic[K, V]):
             return self._values[key]
 
 
-def _padded(batch: HostBatch, size: int) -> HostBatch:
-    """Repeats the last row up to `size` rows, with weight 0."""
-    rows = len(batch.group)
-    index = np.minimum(np.arange(size), rows - 1)
+def _padded(batch: HostBatch, size: int, real: int) -> HostBatch:
+    """Repeats the last row up to `size` rows; all but the first `real` have weight 0."""
+    index = np.minimum(np.arange(size), len(batch.group) - 1)
     padded = batch.batch._replace(**{name: array.take(index, axis=0) for name, array in batch.batch._asdict().items()})
-    padded.weight[rows:] = 0
-    return HostBatch(padded, batch.group.take(index), batch.truncated)
+    padded.weight[real:] = 0
+    return HostBatch(padded, batch.group.take(index), batch.truncated if real else 0)
 
 
 def stream(

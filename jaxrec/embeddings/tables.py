@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrec import counters
+from jaxrec import mesh as mesh_lib
 from jaxrec.embeddings import lookup as local_lookup
 from jaxrec.embeddings.merge import IN_BOUNDS, merge
 from jaxrec.embeddings.plan import Group, Plan
@@ -286,4 +287,4 @@ def commit(plan: Plan, tables: Tables, proposals: Mapping[str, Proposal], ok: ja
 
 def put(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """Places a host array on the mesh."""
-    return jax.device_put(array, NamedSharding(mesh, spec))
+    return mesh_lib.put(array, NamedSharding(mesh, spec))

@@ -21,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from jaxrec import processes
 from jaxrec.checks import UserError, require
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.tables import Table
 from jaxrec.fsdp import unpack
+from jaxrec.mesh import to_host
 from jaxrec.training.config import describe, differences
 from jaxrec.training.setup import place_dense, replicate
 from jaxrec.training.state import LossScale, TrainState
@@ -72,7 +74,11 @@ class _KeepLastAndBest:
 
 
 class Checkpoints:
-    """The checkpoints of a workdir. Saving copies to the host, then writes in the background, atomically."""
+    """The checkpoints of a workdir. Saving copies to the host, then writes in the background, atomically.
+
+    With several processes every one must make the same calls, as Orbax wants it; process 0 writes, and all read. What
+    is saved passes through the memory of process 0.
+    """
 
     def __init__(self, workdir: str, keep_last: int, *, for_training: bool = True):
         """Opens the folder; `for_training` removes what an interrupted save has left, which may be a running one's.
@@ -83,14 +89,18 @@ class Checkpoints:
         self._folder = Path(workdir).absolute() / FOLDER
         self._policy = _KeepLastAndBest(keep_last)
         require(self._folder.is_dir() or not self._folder.exists(), f"{self._folder} is a file, but must be a folder")
-        try:
-            self._orbax = ocp.training.Checkpointer(
-                str(self._folder), preservation_policy=self._policy, cleanup_tmp_directories=for_training
-            )
-        except OSError as e:
-            raise UserError(
-                f"{self._folder} cannot be used ({e.strerror or e}), but must be a folder that can be written"
-            ) from e
+
+        def opened() -> Any:
+            try:
+                return ocp.training.Checkpointer(
+                    str(self._folder), preservation_policy=self._policy, cleanup_tmp_directories=for_training
+                )
+            except OSError as e:
+                raise UserError(
+                    f"{self._folder} cannot be used ({e.strerror or e}), but must be a folder that can be written"
+                ) from e
+
+        self._orbax = processes.together(opened)
         self._saving: Any = None
 
     @property
@@ -156,11 +166,15 @@ class Checkpoints:
         Raises:
           UserError: It cannot be read, or is of another model.
         """
-        try:
-            with _one_error():
-                arrays = self._orbax.load(step)
-        except Exception as e:
-            raise self._unreadable(step, e) from e
+
+        def load() -> dict[str, np.ndarray]:
+            try:
+                with _one_error():
+                    return self._orbax.load(step)
+            except Exception as e:
+                raise self._unreadable(step, e) from e
+
+        arrays = processes.together(load)
         return from_arrays(program, state, arrays, f"checkpoint {self._folder}/{step}")
 
     def close(self) -> None:
@@ -198,19 +212,35 @@ def _ignore_late_errors() -> None:
 
 
 def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
-    """Returns the logical arrays of a state, on the host."""
+    """Returns the logical arrays of a state, on the host of process 0; on the others zeros that take no memory.
+
+    They are copies: the devices' buffers are donated to the next step while these are being written. All processes must
+    call it.
+    """
     arrays = {"step": np.array(state.step)}
     arrays |= {f"loss_scale/{name}": np.array(x) for name, x in state.loss_scale._asdict().items()}
     for part, tree, shapes in _dense_parts(program, state):
         for (path, leaf), shape in zip(_leaves(tree), jax.tree.leaves(shapes), strict=True):
-            arrays[f"{part}/{_key(path)}"] = unpack(np.array(leaf), shape.shape, program.dense_shards)
+            whole = to_host(leaf)
+            arrays[f"{part}/{_key(path)}"] = (
+                _zeros(shape.shape, leaf.dtype) if whole is None else unpack(whole, shape.shape, program.dense_shards)
+            )
     for g in program.plan.groups:
         table = state.tables[g.name]
         for what, array in {"weights": table.weights, **table.slots}.items():
-            # A copy: the device's buffer is donated to the next step while this one is being written.
-            logical = g.to_logical(np.array(array).view(g.dtype if what == "weights" else np.float32))
+            dtype = g.dtype if what == "weights" else np.dtype(np.float32)
+            whole = to_host(array)
+            if whole is None:
+                tail = (g.dim,) if array.ndim > 1 else ()
+                logical = {t.name: _zeros((t.rows, *tail), dtype) for t in g.tables}
+            else:
+                logical = g.to_logical(whole.view(dtype))
             arrays |= {f"tables/{name}/{what}": rows for name, rows in logical.items()}
     return arrays
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarray], where: str) -> TrainState:

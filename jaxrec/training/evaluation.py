@@ -8,9 +8,11 @@ from collections.abc import Generator
 import jax
 import numpy as np
 
+from jaxrec import mesh as mesh_lib
+from jaxrec import processes
 from jaxrec.data.device import DevicePrefetch
 from jaxrec.data.pipeline import Batches, stream
-from jaxrec.data.schema import Dataset, HostBatch
+from jaxrec.data.schema import Batch, Dataset, HostBatch
 from jaxrec.training.config import Config
 from jaxrec.training.metrics import EvaluationMetrics
 from jaxrec.training.setup import batch_shapes, put_batch
@@ -38,16 +40,25 @@ class Evaluator:
         Several tasks' metrics are named `<label>/<metric>`; one task's `<metric>`. For planted data `best_ne` is the NE
         of the planted probabilities on the same rows, and `excess` is (NE - best) / (1 - best).
         """
+        results = self._metrics(state, split, stop)
+        # None: stopped, as all processes have agreed. Others than the first have seen a part of the rows only.
+        return None if results is None else processes.on_first(lambda: self._named(results, split))
+
+    def _metrics(self, state: TrainState, split: str, stop: StopRequest | None) -> list[dict[str, float]] | None:
+        """Returns the metrics of each task (on other processes than the first, empty), or None where stopped."""
         labels = self._dataset.schema.labels
         with contextlib.ExitStack() as stack:
             metrics = [stack.enter_context(EvaluationMetrics(row_budget=self._row_budget)) for _ in labels]
             predictions = stack.enter_context(contextlib.closing(self.predictions(state, split)))
             for logits, host in predictions:
-                if stop is not None and stop.signal:
+                if stop is not None and stop.poll():
                     return None
-                for task, m in enumerate(metrics):
+                for task, m in enumerate(metrics if processes.is_first() else ()):
                     m.update(logits[:, task], host.batch.labels[:, task], host.batch.weight, host.group)
-            results = [m.compute() for m in metrics]
+            return [m.compute() if processes.is_first() else {} for m in metrics]
+
+    def _named(self, results: list[dict[str, float]], split: str) -> dict[str, float]:
+        labels = self._dataset.schema.labels
         if len(labels) > 1:
             return {f"{label}/{k}": v for label, r in zip(labels, results, strict=True) for k, v in r.items()}
         result = results[0]
@@ -59,10 +70,19 @@ class Evaluator:
     def predictions(self, state: TrainState, split: str) -> Generator[tuple[np.ndarray, HostBatch], None, None]:
         """Yields logits, float32 [B, T], with the host batch they belong to, over the whole split in stored order.
 
-        The rows that pad the last batch have weight 0.
+        The rows that pad the last batch have weight 0. Process 0 reads whole batches, for the metrics; the others their
+        devices' rows.
         """
-        batches = Batches(self._dataset, split, self._batch_size, shuffle=False)
-        with DevicePrefetch(stream(batches, 0, len(batches)), put_batch(self._program)) as ahead:
+        mesh = self._program.mesh
+        ranges, put = mesh_lib.local_ranges(mesh, self._batch_size), put_batch(self._program)
+        whole = processes.is_first()
+        batches = Batches(self._dataset, split, self._batch_size, shuffle=False, ranges=None if whole else ranges)
+
+        def put_own(batch: Batch) -> Batch:
+            return put(Batch(*(np.concatenate([x[a:b] for a, b in ranges]) for x in batch)))
+
+        own = put_own if whole and mesh_lib.is_shared(mesh) else put
+        with DevicePrefetch(stream(batches, 0, len(batches)), own) as ahead:
             behind: tuple[jax.Array, HostBatch] | None = None
             for device_batch, host in ahead:
                 logits = self.compiled(state.dense, state.tables, device_batch)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jaxrec import environment
+from jaxrec import environment, processes
 from jaxrec.checks import require
 from jaxrec.data.device import DevicePrefetch
 from jaxrec.data.pipeline import Batches, stream
@@ -96,17 +96,19 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
     """
     clock = clock or PhaseClock()
     compiles = CompileCounter()
-    say = (lambda *_: None) if options.quiet else _say
-    used = workdir.claim(options.workdir, config, options.resume)
+    say = (lambda *_: None) if options.quiet or not processes.is_first() else _say
+    used = processes.on_first(lambda: workdir.claim(options.workdir, config, options.resume))
     with contextlib.ExitStack() as stack:
         stack.callback(compiles.close)
         with clock.phase("data"):
-            dataset = config.data.open(options.data_dir)
-            batches = Batches(dataset, "train", config.training.batch_size, seed=config.training.seed)
+            dataset = processes.first_alone(lambda: config.data.open(options.data_dir))
+            batches = processes.together(lambda: setup.training_batches(config, dataset))
         with clock.phase("init"):
             program, dense = setup.build_program(config, dataset, batches)
             state = setup.initial_state(program, dense)
             window = setup.new_window(program)
+        if processes.count() > 1:
+            say(f"processes   {processes.count()}, of {jax.local_device_count()} devices here; process 0 writes")
         say(f"precision   {config.policy.describe(program.mesh.devices.flat[0].platform)}")
         for line in program.plan.describe():
             say(f"embeddings  {line}")
@@ -130,7 +132,7 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
                 progress = checkpoints.progress(restored, config.identity())
                 state = checkpoints.restore(program, state, restored)
                 over = restored >= config.training.steps or progress.out_of_patience(config.training.patience)
-                summary = workdir.finished(options.workdir, restored) if over else None
+                summary = processes.on_first(lambda: workdir.finished(options.workdir, restored)) if over else None
                 if summary is not None:
                     say(f"finished    at step {restored}: nothing is left to do")
                     if options.profile_steps is not None:
@@ -147,11 +149,13 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             shapes = setup.batch_shapes(dataset, config.training.batch_size, program)
             step_program = shard_train_step(program).lower(state, window, shapes).compile()
             evaluator = Evaluator(config, dataset, program, state)
-        workdir.record(options.workdir, config)
+        processes.on_first(lambda: workdir.record(options.workdir, config))
         stop = stack.enter_context(StopRequest())
         start = int(state.step)
-        writer = MetricWriter(options.workdir, start if used else -1, progress.evaluated_step)
-        stack.callback(writer.close)
+        writer = None
+        if processes.is_first():
+            writer = MetricWriter(options.workdir, start if used else -1, progress.evaluated_step)
+            stack.callback(writer.close)
         run = _Run(config, options, program, step_program, evaluator, checkpoints, writer, batches, stop, clock, say)
         state, progress, statistics = run.loop(state, window, progress, start, compiles)
         summary = None if stop.signal else _summary(run, dataset, state, progress, statistics)
@@ -161,7 +165,7 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
                 "the same command continues from there"
             )
             return statistics, stop.exit_status
-        workdir.write_json(Path(options.workdir) / workdir.SUMMARY_FILE, summary)
+        processes.on_first(lambda: workdir.write_json(Path(options.workdir) / workdir.SUMMARY_FILE, summary))
         return summary, 0
 
 
@@ -175,7 +179,7 @@ class _Run:
     step_program: Any
     evaluator: Evaluator
     checkpoints: Checkpoints
-    writer: MetricWriter
+    writer: MetricWriter | None
     batches: Batches
     stop: StopRequest
     clock: PhaseClock
@@ -193,12 +197,12 @@ class _Run:
         begin = time.perf_counter()
         source = stream(self.batches, start, max(config.steps, start))
         with (
-            StepTracer(self.options.workdir, self.options.profile_steps) as tracer,
+            StepTracer(self.options.workdir, self.options.profile_steps if processes.is_first() else None) as tracer,
             DevicePrefetch(source, setup.put_batch(self.program)) as ahead,
             tqdm(
                 total=config.steps,
                 initial=start,
-                disable=self.options.quiet,
+                disable=self.options.quiet or not processes.is_first(),
                 unit="step",
                 dynamic_ncols=True,
                 file=sys.stderr,
@@ -207,6 +211,7 @@ class _Run:
             step = start
             while True:
                 last = step >= config.steps
+                stop.poll()
                 evaluated, best = progress.evaluated_step, progress.best_step
                 if not stop.signal and step > evaluated and (last or _due(step, config.eval_every)):
                     with shares.doing("evaluation"):
@@ -255,7 +260,7 @@ class _Run:
                     if self.program.loss_scaled:
                         scale = jax.device_get(state.loss_scale)
                         values |= {"loss_scale": float(scale.scale), "skipped_steps": float(scale.skipped)}
-                    self.writer.write(step, "train", values)
+                    self._write(step, "train", values)
                     bar.set_postfix_str(
                         f"loss {values['loss']:.4f} NE {values['ne']:.4f} {rate:,.0f} samples/s "
                         f"input {values['input_share']:.0%}"
@@ -285,17 +290,21 @@ class _Run:
             "stage_shares": shares.of(seconds),
             "recompiles": compiles.count - compiled_before if steps else 0,
             "compile_cache_hits": compiles.cache_hits,
-            "truncated_ids": truncated,
+            "truncated_ids": sum(processes.exchange(truncated)),
             "skipped_steps": int(state.loss_scale.skipped),
             "rows_dropped_per_epoch": self.batches.rows_dropped_per_epoch,
         }  # fmt: skip
+
+    def _write(self, step: int, kind: str, values: dict[str, float]) -> None:
+        if self.writer is not None:
+            self.writer.write(step, kind, values)
 
     def _evaluate(self, state: TrainState, progress: Progress, step: int) -> None:
         """Evaluates on validation and updates `progress`, unless a stop is asked for meanwhile."""
         values = self.evaluator.run(state, "validation", self.stop)
         if values is None:
             return
-        self.writer.write(step, "validation", values)
+        self._write(step, "validation", values)
         ne = values[self.evaluator.criterion]
         ne = math.inf if math.isnan(ne) else ne  # Undefined where the split has one class.
         progress.evaluated_step = step
@@ -323,6 +332,7 @@ class _Run:
                 margin = self.config.embedding.capacity_margin
                 fault = f"{fault} ({int(overflow):,} rows too many over all devices)"
                 remedy = f"continue with --capacity_margin above {margin:g}, or 0 for the worst case"
+            processes.all_end()
             raise StepRefused(
                 f"step {int(failed_step)}: {fault}; the state before that step is saved, and no later step changed it; "
                 f"{remedy}"
@@ -361,6 +371,7 @@ def _summary(
             k: int(getattr(memory, f"{k}_size_in_bytes")) for k in ("argument", "output", "alias", "temp")
         },
         "mesh": str(config.mesh),
+        "processes": processes.count(),
         "environment": environment.describe(),
     }
     return _finite(summary)

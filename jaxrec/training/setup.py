@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrec import mesh as mesh_lib
+from jaxrec import processes
 from jaxrec.data.pipeline import Batches
 from jaxrec.data.schema import Batch, Dataset, Schema
 from jaxrec.embeddings import tables as tables_lib
@@ -38,10 +40,8 @@ def build_program(config: Config, dataset: Dataset, batches: Batches | None = No
       batches: What is trained on, for measuring the exchange capacities; None: there is no training.
 
     Raises:
-      UserError: The mesh does not fit the machine, or the batch to be trained on does not divide over it.
+      UserError: The mesh does not fit the machine.
     """
-    if batches is not None:
-        mesh_lib.check_batch(config.mesh, config.training.batch_size)
     mesh = mesh_lib.create(config.mesh)
     config.policy.check(mesh.devices.flat[0].platform)
     schema = dataset.schema
@@ -67,6 +67,18 @@ def build_program(config: Config, dataset: Dataset, batches: Batches | None = No
     return program, dense
 
 
+def training_batches(config: Config, dataset: Dataset) -> Batches:
+    """Returns the batches to train on: of each, the rows that this process's devices take.
+
+    Raises:
+      UserError: As `Batches`; the mesh does not fit the machine, or the batch does not divide over it.
+    """
+    size = config.training.batch_size
+    mesh_lib.check_batch(config.mesh, size)
+    ranges = mesh_lib.local_ranges(mesh_lib.create(config.mesh), size) if processes.count() > 1 else None
+    return Batches(dataset, "train", size, seed=config.training.seed, ranges=ranges)
+
+
 def plan_tables(config: Config, schema: Schema) -> Plan:
     """Returns the embedding layout."""
     chosen, reasons = dict.fromkeys(schema.vocabulary, config.embedding.sharding), {}
@@ -85,21 +97,25 @@ def measure_capacities(config: Config, plan: Plan, batches: Batches) -> dict[str
     """Returns, for each group, the distinct rows that a device may send to another in a step.
 
     That is the most that any device of the first batches had for any shard, times `embedding.capacity_margin`, rounded
-    up to a multiple of 8. Empty (the worst case) on one device and for a margin of 0.
+    up to a multiple of 8. Empty (the worst case) on one device and for a margin of 0. Each process measures the rows
+    that it reads, and all take the most of any.
     """
     margin, devices = config.embedding.capacity_margin, config.mesh.size
     if devices == 1 or margin == 0:
         return {}
     most = dict.fromkeys((g.name for g in plan.groups), 0)
+    rows_of_device = batches.batch_size // devices
     for k in range(min(MEASURED_BATCHES, len(batches))):
         batch = batches[k].batch
         ids, lengths = jnp.asarray(batch.ids), jnp.asarray(batch.lengths)
         for g in plan.groups:
             places = np.asarray(places_of_slots(g, ids, lengths))
-            for of_device in np.split(places, devices):
+            for of_device in np.split(places, len(places) // rows_of_device):
                 rows = np.unique(of_device[of_device != g.sentinel])
                 counts = np.bincount(rows // g.shard_rows, minlength=1)
                 most[g.name] = max(most[g.name], int(counts.max()))
+    measured = processes.exchange(most)
+    most = {name: max(m[name] for m in measured) for name in most}
     return {name: -(-math.ceil(margin * max(count, 1)) // 8) * 8 for name, count in most.items()}
 
 
@@ -117,7 +133,7 @@ def initial_state(program: Program, dense: Any) -> TrainState:
 def replicate(program: Program, tree: Any) -> Any:
     """Places a tree on every device of the mesh, in buffers of its own (they will be donated)."""
     sharding = NamedSharding(program.mesh, mesh_lib.REPLICATED)
-    return jax.tree.map(lambda x: jax.device_put(jnp.array(x, copy=True), sharding), tree)
+    return jax.tree.map(lambda x: mesh_lib.put(jnp.array(x, copy=True), sharding), tree)
 
 
 def place_dense(program: Program, dense: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -126,7 +142,7 @@ def place_dense(program: Program, dense: Any, optimizer: Any) -> tuple[Any, Any]
 
     def place(x: Any, spec: PartitionSpec) -> jax.Array:
         packed = pack(jnp.array(x, copy=True), program.dense_shards)
-        return jax.device_put(packed, NamedSharding(program.mesh, spec))
+        return mesh_lib.put(packed, NamedSharding(program.mesh, spec))
 
     return jax.tree.map(place, (dense, optimizer), (specs.dense, specs.optimizer))
 
@@ -156,7 +172,9 @@ def batch_shapes(dataset: Dataset, batch_size: int, program: Program) -> Batch:
     )
 
 
-def put_batch(program: Program) -> Any:
-    """Returns the function that takes a host batch to the devices."""
+def put_batch(program: Program) -> Callable[[Batch], Batch]:
+    """Returns the function that takes a host batch (with several processes, this one's rows of it) to the devices."""
     sharding = mesh_lib.batch_sharding(program.mesh)
-    return lambda batch: jax.device_put(batch, sharding)
+    if not mesh_lib.is_shared(program.mesh):
+        return lambda batch: jax.device_put(batch, sharding)
+    return lambda batch: Batch(*(jax.make_array_from_process_local_data(sharding, x) for x in batch))

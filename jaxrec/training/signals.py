@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run between two steps, not within one."""
+"""SIGTERM and Ctrl-C end a run between two steps, not within one, and all of its processes after the same."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import signal
 import threading
 from types import FrameType
 
+from jaxrec import processes
+
+# Processes ask each other so many steps or batches apart.
+AGREE_EVERY = 16
+
 
 class StopRequest:
     """Remembers that a stop was asked for; a second Ctrl-C interrupts at once.
 
     Attributes:
-      signal: The signal received, or 0.
+      received: The signal that this process has received, or 0.
     """
 
     def __init__(self):
-        self.signal = 0
+        self.received = 0
+        self._agreed, self._polls = 0, 0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
@@ -30,9 +36,22 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.signal and number == signal.SIGINT:
+        if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = number
+        self.received = number
+
+    @property
+    def signal(self) -> int:
+        """The signal for which to stop, or 0: with several processes one that any has received, once all know."""
+        return self._agreed if processes.count() > 1 else self.received
+
+    def poll(self) -> int:
+        """Returns `signal`. All processes must call it equally often."""
+        if processes.count() > 1:
+            self._polls += 1
+            if self._polls % AGREE_EVERY == 0:
+                self._agreed = max(processes.exchange(self.received))
+        return self.signal
 
     @property
     def exit_status(self) -> int:

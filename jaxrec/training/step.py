@@ -20,7 +20,7 @@ from jaxrec.data.schema import Batch
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.plan import Plan
 from jaxrec.fsdp import is_split
-from jaxrec.mesh import AXES, BATCH, MODEL, REPLICATED, device_index
+from jaxrec.mesh import AXES, BATCH, MODEL, REPLICATED, device_index, is_shared
 from jaxrec.models.layers import DropoutSource
 from jaxrec.models.losses import binary_cross_entropy
 from jaxrec.optim import dense as dense_optim
@@ -236,10 +236,11 @@ def _squares(program: Program, gradients: Any) -> jax.Array:
 
 
 def predict_step(program: Program, dense: Any, tables: tables_lib.Tables, batch: Batch) -> jax.Array:
-    """Returns logits, float32 [B, T], seen from one device."""
+    """Returns logits, float32 [B, T], seen from one device; of the whole batch where processes share the mesh."""
     with jax.named_scope("embedding_lookup"):
         activations, _ = tables_lib.look_up(program.plan, tables, batch.ids, batch.lengths, program.axis_sizes)
-    return nnx.merge(program.graphdef, dense)(batch.dense, activations, None)
+    logits = nnx.merge(program.graphdef, dense)(batch.dense, activations, None)
+    return jax.lax.all_gather(logits, AXES, tiled=True) if is_shared(program.mesh) else logits
 
 
 def _dropout_source(program: Program, step: jax.Array, rows: int) -> DropoutSource:
@@ -343,7 +344,7 @@ def shard_predict_step(program: Program) -> jax.stages.Wrapped:
         functools.partial(predict_step, program),
         mesh=program.mesh,
         in_specs=(specs.dense, specs.tables, BATCH),
-        out_specs=BATCH,
+        out_specs=REPLICATED if is_shared(program.mesh) else BATCH,
         check_vma=False,
     )
     return jax.jit(body)

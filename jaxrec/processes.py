@@ -1,0 +1,342 @@
+"""Several processes that train together: starting them, agreeing, and noticing that one is lost.
+
+JAX's coordination service connects the processes and holds small values (`exchange`). It notices a lost process, too,
+but ends the others with a stack trace. So a watch of our own comes first: every process holds a connection to process
+0, over which both send signs of life; whoever is lost is named to all, and every process ends with one sentence.
+
+With one process, which is the default, everything here returns at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from jaxrec.checks import UserError, require
+
+# Seconds between signs of life, and without one until a process counts as lost.
+BEAT, LOST_AFTER = 2.0, 20.0
+# JAX's own detection, where the watch does not see it: within a minute.
+JAX_LOST_AFTER = 50
+# How long processes wait for the others to come; and to go: process 0 may have a large checkpoint to write.
+START_WITHIN, FAREWELL_WITHIN = 120, 3600
+# Values are exchanged only by processes that the watch knows to be alive: they may take their time.
+_PATIENCE_MS = 24 * 3600 * 1000
+
+T = TypeVar("T")
+
+
+def start(coordinator: str | None, count: int | None, index: int | None) -> None:
+    """Joins the other processes. To be called before JAX has devices.
+
+    What is None is taken from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and else from the cluster
+    that JAX detects (SLURM, Open MPI, Kubernetes, Cloud TPU).
+
+    Args:
+      coordinator: host:port of process 0.
+      count: Number of processes.
+      index: Of this one, from 0.
+
+    Raises:
+      UserError: A value is missing or wrong, or the others do not come.
+    """
+    count = _environment("JAX_NUM_PROCESSES") if count is None else count
+    index = _environment("JAX_PROCESS_ID") if index is None else index
+    coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    require(count is None or count >= 1, f"--num_processes is {count}, but must be at least 1")
+    if index is not None:
+        last = "" if count is None else f" and below --num_processes={count}"
+        require(0 <= index < (count or index + 1), f"--process_id is {index}, but must be at least 0{last}")
+    if coordinator is not None:
+        host, _, port = coordinator.rpartition(":")
+        require(
+            bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
+            f"--coordinator is {coordinator!r}, but must be host:port",
+        )
+    # Its handler of SIGTERM would replace ours, by which all processes stop after the same step.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            index,
+            initialization_timeout=START_WITHIN,
+            heartbeat_timeout_seconds=JAX_LOST_AFTER,
+            shutdown_timeout_seconds=FAREWELL_WITHIN,
+        )
+    except (ValueError, RuntimeError) as e:
+        given = f"--coordinator={coordinator} --num_processes={count} --process_id={index}"
+        missing = [x for x in (coordinator, count, index) if x is None]
+        hint = (
+            "JAX detects no cluster here that says the rest; name all three"
+            if missing
+            else f"all {count} processes must be started, with one coordinator that each can reach"
+        )
+        first = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+        raise UserError(f"the processes could not be connected ({given}; {first}); {hint}") from e
+    if jax.process_count() > 1:
+        _Watch.current = _Watch()
+
+
+def _environment(name: str) -> int | None:
+    text = os.environ.get(name)
+    require(text is None or text.isdecimal(), f"the environment variable {name} is {text!r}, but must be a number")
+    return None if text is None else int(text)
+
+
+def count() -> int:
+    """Returns the number of processes."""
+    return 1 if _Watch.current is None else jax.process_count()
+
+
+def index() -> int:
+    """Returns the number of this process, from 0."""
+    return 0 if _Watch.current is None else jax.process_index()
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and prints."""
+    return index() == 0
+
+
+def exchange(value: T) -> list[T]:
+    """Returns every process's value (of JSON types), by process; all must call it, in the same order."""
+    watch = _Watch.current
+    if watch is None:
+        return [value]
+    watch.exchanges += 1
+    client, n, me = _client(), watch.exchanges, jax.process_index()
+    client.key_value_set(f"jaxrec/exchange/{n}/{me}", json.dumps(value))
+    values = [
+        json.loads(client.blocking_key_value_get(f"jaxrec/exchange/{n}/{i}", _PATIENCE_MS))
+        for i in range(jax.process_count())
+    ]
+    # Whoever is here has read all of exchange n - 1, for which everybody had written n's value.
+    client.key_value_delete(f"jaxrec/exchange/{n - 1}/{me}")
+    return values
+
+
+def together(call: Callable[[], T]) -> T:
+    """Returns what `call` does here; where it raises UserError on any process, all raise it."""
+    if _Watch.current is None:
+        return call()
+    result, complaint = None, None
+    try:
+        result = call()
+    except UserError as e:
+        complaint = str(e)
+    complaints = {c: i for i, c in reversed(list(enumerate(exchange(complaint)))) if c is not None}
+    if complaints:
+        all_end()
+        said = [f"{c} (process {i})" if len(complaints) > 1 else c for c, i in complaints.items()]
+        raise UserError("; ".join(said))
+    return result  # pyright: ignore[reportReturnType]
+
+
+def on_first(call: Callable[[], T]) -> T:
+    """Returns, on every process, what `call` returns on process 0 (JSON types); UserError likewise."""
+    if _Watch.current is None:
+        return call()
+    first = is_first()
+    together_value = together(lambda: call() if first else None)
+    return exchange(together_value)[0]  # pyright: ignore[reportReturnType]
+
+
+def first_alone(call: Callable[[], T]) -> T:
+    """Returns what `call` does here, on process 0 before the others begin: they may find what it has written."""
+    if _Watch.current is None:
+        return call()
+    first = is_first()
+    result = together(lambda: call() if first else None)
+    return together(lambda: result if first else call())  # pyright: ignore[reportReturnType]
+
+
+def all_end() -> None:
+    """To be called before an error that every process raises: nobody is to be told of it, or missed."""
+    if _Watch.current is not None:
+        _Watch.current.closing = True
+
+
+def leave(status: int = 0, why: str = "") -> None:
+    """To be called when the process is about to end.
+
+    Args:
+      status: The exit status.
+      why: Why this process fails, for the others, which end with it; this call does not return then. Empty, and after
+        `all_end`: all end as agreed, and wait for each other.
+    """
+    watch, _Watch.current = _Watch.current, None
+    if watch is None:
+        return
+    if why and not watch.closing:
+        watch.closing = True
+        watch.tell({"ended": jax.process_index(), "status": status, "why": why})
+        time.sleep(0.5)  # For process 0, that it be passed on.
+        _exit(status)
+    watch.closing = True
+    watch.tell({"done": True})
+    try:
+        jax.distributed.shutdown()
+    except RuntimeError as e:
+        print(f"process {jax.process_index()}: at the end, JAX says: {str(e).splitlines()[0]}", file=sys.stderr)
+
+
+def await_verdict() -> None:
+    """To be called when a collective has failed: returns if the watch names no lost process within its time."""
+    if _Watch.current is not None:
+        time.sleep(LOST_AFTER + 5)
+
+
+def _exit(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _client() -> Any:
+    # There is no public name for it; Orbax reaches for the same.
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _coordinator_host() -> str:
+    from jax._src import distributed
+
+    return str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
+
+
+class _Watch:
+    """Connections between process 0 and each other, of JSON lines: signs of life, and what has happened.
+
+    Attributes:
+      exchanges: How many `exchange`s there were.
+      closing: The processes are ending as agreed; whoever vanishes is not missed.
+    """
+
+    current: _Watch | None = None
+
+    def __init__(self):
+        self.exchanges = 0
+        self.closing = False
+        self._lock = threading.Lock()
+        self._connections: dict[int, socket.socket] = {}
+        self._done: set[int] = set()
+        me, others = jax.process_index(), jax.process_count() - 1
+        if me == 0:
+            server = socket.create_server(("", 0), backlog=others)
+            token = secrets.token_hex(16)
+            _client().key_value_set("jaxrec/watch", json.dumps([server.getsockname()[1], token]))
+            server.settimeout(START_WITHIN)
+            while len(self._connections) < others:
+                connection, _ = server.accept()
+                connection.settimeout(LOST_AFTER)
+                said = self._first_line(connection)
+                if said.get("token") == token:  # Others may knock at an open port.
+                    self._connections[int(said["process"])] = connection
+                else:
+                    connection.close()
+            server.close()
+        else:
+            port, token = json.loads(_client().blocking_key_value_get("jaxrec/watch", START_WITHIN * 1000))
+            connection = socket.create_connection((_coordinator_host(), port), timeout=START_WITHIN)
+            connection.settimeout(LOST_AFTER)
+            self._connections[0] = connection
+            self.tell({"token": token, "process": me})
+        for process, connection in self._connections.items():
+            for target in (self._listen, self._beat):
+                threading.Thread(target=target, args=(process, connection), name="jaxrec-watch", daemon=True).start()
+        atexit.register(self._at_exit)
+
+    @staticmethod
+    def _first_line(connection: socket.socket) -> dict[str, Any]:
+        try:
+            line = b""
+            while not line.endswith(b"\n") and len(line) < 200:
+                piece = connection.recv(1)
+                if not piece:
+                    return {}
+                line += piece
+            said = json.loads(line)
+            return said if isinstance(said, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def tell(self, said: dict[str, Any], *, but: int = -1) -> None:
+        """Sends a line to everybody that this process is connected to, but to process `but`."""
+        line = json.dumps(said).encode() + b"\n"
+        for process, connection in self._connections.items():
+            if process != but:
+                try:
+                    with self._lock:
+                        connection.sendall(line)
+                except OSError:
+                    continue  # Its listener sees it.
+
+    def _beat(self, process: int, connection: socket.socket) -> None:
+        while True:
+            time.sleep(BEAT)
+            try:
+                with self._lock:
+                    connection.sendall(b"{}\n")
+            except OSError:
+                return  # The listener sees it, too, and says so.
+
+    def _listen(self, process: int, connection: socket.socket) -> None:
+        rest = b""
+        while True:
+            try:
+                piece = connection.recv(4096)
+                silent = False
+            except TimeoutError:
+                piece, silent = b"", True
+            except OSError:
+                piece, silent = b"", False
+            if not piece:
+                if not self.closing and process not in self._done:
+                    seconds = f"gave no sign of life for {LOST_AFTER:.0f} s"
+                    how = seconds if silent else "was lost (killed, or its machine failed)"
+                    self._end({"lost": process, "how": how})
+                return
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                said = json.loads(line)
+                if said.get("done"):
+                    self._done.add(process)
+                elif "lost" in said or "ended" in said:
+                    self._end(said, but=process)
+
+    def _end(self, said: dict[str, Any], but: int = -1) -> None:
+        """Ends this process, and tells the others why."""
+        if self.closing:
+            return
+        self.closing = True
+        self.tell(said, but=but)
+        if "ended" in said:
+            line, status = f"error: process {said['ended']} ended: {said['why']}", int(said["status"])
+        else:
+            line, status = f"error: process {said['lost']} {said['how']}", 1
+        # On a line of its own: a progress bar may be in the middle of one.
+        print(
+            f"\n{line}; process {jax.process_index()} ends, too. The last checkpoint is complete: "
+            "start all processes again with the same command to continue from it",
+            file=sys.stderr,
+        )
+        _exit(status)
+
+    def _at_exit(self) -> None:
+        """For programs that are no command of jaxrec: whether they end by an exception, Python remembers."""
+        if _Watch.current is self:
+            error = getattr(sys, "last_value", None)
+            leave(1, "" if error is None else f"{type(error).__name__}: {error}")

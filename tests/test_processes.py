@@ -1,0 +1,182 @@
+"""Several processes: equal to one, ended together, continued."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from train_layouts import LAYOUTS, NARROW
+
+ROOT = Path(__file__).parent.parent
+TOGETHER = ("--mesh=data:2,model:2", "--embedding_sharding=row", "--dense_sharding=fsdp")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return s.getsockname()[1]
+
+
+def lines(workdir: Path, kind: str) -> list[dict]:
+    path = workdir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    parsed = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [line for line in parsed if line["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def trained(environment, tmp_path_factory) -> dict[int, Path]:
+    """By number of processes: the folder of the runs of all layouts, on 4 devices in all."""
+    folders, steps = {}, 200
+    for count in (2, 1):
+        folder, port = tmp_path_factory.mktemp(f"by{count}"), free_port()
+        program = ROOT / "tests" / "train_layouts.py"
+        runs = [
+            subprocess.Popen(
+                [sys.executable, program, folder, *map(str, (steps, count, i, port))],
+                cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for i in range(count)
+        ]  # fmt: skip
+        for run in runs:
+            out, _ = run.communicate(timeout=600)
+            assert run.returncode == 0, out
+        folders[count] = folder
+    return folders
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_two_processes_equal_one(trained, layout):
+    two, one = (lines(trained[count] / layout, "train") for count in (2, 1))
+    assert [line["step"] for line in two] == [line["step"] for line in one] == list(range(1, 201))
+    losses = np.array([[line["loss"] for line in run] for run in (two, one)])
+    # Where numbers are rounded to few bits, an ulp of float32 may decide how; then they differ by a part of that.
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4 if layout in NARROW else 1e-6, atol=0)
+    assert len(set(losses[0])) > 190
+    ours, theirs = (json.loads((trained[count] / layout / "summary.json").read_text()) for count in (2, 1))
+    assert (ours["processes"], theirs["processes"]) == (2, 1)
+    for split in ("validation", "test"):
+        for name, value in theirs["metrics"][split].items():
+            assert ours["metrics"][split][name] == pytest.approx(value, rel=1e-3 if layout in NARROW else 1e-5), name
+    assert ours["truncated_ids"] == theirs["truncated_ids"]
+    assert len(list((trained[2] / layout).glob("events.*"))) == 1
+
+
+@pytest.fixture
+def pair(command, train_flags):
+    """Returns a function that starts both processes of a run: (workdir, *flags) -> processes."""
+    started = []
+
+    def start(workdir: Path, *flags: str, slow=None, module: str = "jaxrec.train") -> list[subprocess.Popen]:
+        port = free_port()
+        of_run = train_flags(workdir, *TOGETHER) if module == "jaxrec.train" else [f"--workdir={workdir}"]
+        runs = [
+            command(
+                module, *of_run, "--simulate_cpu_devices=2", f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
+                f"--process_id={i}", *flags, slow=slow,
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        started.extend(runs)
+        return runs
+
+    yield start
+    for run in started:
+        run.kill()
+        run.communicate()
+
+
+def wait_for(condition, *runs: subprocess.Popen, timeout: float = 120) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert all(run.poll() is None for run in runs), [run.communicate() for run in runs]
+        assert time.monotonic() - begin < timeout, "it did not come about"
+        time.sleep(0.1)
+
+
+def saved(workdir: Path) -> list[int]:
+    folder = workdir / "checkpoints"
+    return sorted(int(p) for p in os.listdir(folder) if p.isdecimal()) if folder.exists() else []
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(command, train_flags, tmp_path_factory) -> Path:
+    """The same run on one process of four devices."""
+    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    run = command("jaxrec.train", *train_flags(workdir, *TOGETHER, "--simulate_cpu_devices=4"))
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    return workdir
+
+
+def assert_continues(pair, workdir: Path, uninterrupted: Path, step: int) -> None:
+    runs = pair(workdir)
+    outs = [run.communicate(timeout=120) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outs
+    assert f"resumed     from step {step}" in outs[0][1] and "resumed" not in outs[1][1]
+    assert "steps       40" in outs[0][0] and "steps       40" not in outs[1][0]
+    for kind in ("train", "validation"):
+        ours, theirs = lines(workdir, kind), lines(uninterrupted, kind)
+        assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+        for a, b in zip(ours, theirs, strict=True):
+            name = "loss" if kind == "train" else "ne"
+            assert a[name] == pytest.approx(b[name], rel=1e-6)
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_lost_process_ends_the_other_and_the_same_command_continues(pair, uninterrupted, tmp_path, victim):
+    runs = pair(tmp_path, slow=(60, 28))
+    wait_for(lambda: lines(tmp_path, "train")[-1:] and lines(tmp_path, "train")[-1]["step"] == 24, *runs)
+    wait_for(lambda: 20 in saved(tmp_path), *runs)
+    begin = time.monotonic()
+    runs[victim].send_signal(signal.SIGKILL)
+    _, err = runs[1 - victim].communicate(timeout=60)
+    assert time.monotonic() - begin < 60
+    assert runs[1 - victim].returncode == 1, err
+    said = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and f"error: process {victim} was lost" in said[0] and "same command" in said[0], err
+    assert_continues(pair, tmp_path, uninterrupted, 20)
+
+
+def test_a_signal_to_one_stops_all_after_the_same_step(pair, uninterrupted, tmp_path):
+    runs = pair(tmp_path, slow=(0.3, 8))
+    wait_for(lambda: lines(tmp_path, "train"), *runs)
+    runs[1].send_signal(signal.SIGTERM)
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert [run.returncode for run in runs] == [143, 143], outs
+    (step,) = {int(err.split("after step ")[1].split(";")[0]) for _, err in outs if "after step " in err}
+    assert saved(tmp_path)[-1] == step < 40
+    assert_continues(pair, tmp_path, uninterrupted, step)
+    # Two processes evaluate it, too.
+    runs = pair(tmp_path, "--split=test", module="jaxrec.evaluate")
+    outs = [run.communicate(timeout=120) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outs
+    ours = json.loads(outs[0][0].splitlines()[-1])
+    theirs = json.loads((uninterrupted / "summary.json").read_text())["metrics"]["test"]
+    assert ours["rows"] == 1500 and ours["ne"] == pytest.approx(theirs["ne"], rel=1e-6)
+    assert "{" not in outs[1][0]
+
+
+def test_an_error_of_one_ends_all_with_its_sentence(pair, tmp_path):
+    """A file where the workdir should be: only process 0 looks."""
+    (tmp_path / "file").write_text("")
+    runs = pair(tmp_path / "file")
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert [run.returncode for run in runs] == [2, 2], outs
+    for _, err in outs:
+        said = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(said) == 1 and "which is a file, but must be a folder" in said[0], err
+        assert "Traceback" not in err
+
+
+def test_the_mesh_must_use_all_processes(pair, tmp_path):
+    runs = pair(tmp_path, "--mesh=data:2")
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert [run.returncode for run in runs] == [2, 2], outs
+    assert all("2 processes have 4 together" in err and "--mesh=data:4 does" in err for _, err in outs), outs
