@@ -5,13 +5,17 @@ RUN ?= run
 LOCK := locks/$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 BIN := $(VENV)/bin
 
-.PHONY: train test lint smoke clean
+.PHONY: train test test-full lint smoke compile_only clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m jaxrec.train --config=dlrm_movielens --workdir=$(RUN)
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# All combinations instead of a pairwise cover: hours on 2 cores.
+test-full: $(VENV)/installed
+	JAXREC_FULL=1 $(BIN)/python -m pytest
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -24,6 +28,11 @@ smoke: $(VENV)/installed
 	$(BIN)/python -m jaxrec.train --config=dlrm_movielens --workdir=$(RUN)_smoke --steps=50
 	$(BIN)/python -m jaxrec.train --config=dlrm_movielens --workdir=$(RUN)_smoke --steps=80 --resume=must
 	$(BIN)/python -m jaxrec.evaluate --workdir=$(RUN)_smoke
+
+# Compilers for devices that are not here; the versions belong to jax 0.12, which needs PYTHON=python3.12 or newer.
+compile_only: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r experiments/compile_only/compilers.txt
+	$(BIN)/python -m experiments.compile_only.run --mode=all
 
 $(VENV)/installed: pyproject.toml $(LOCK)
 	$(PYTHON) -m venv $(VENV)

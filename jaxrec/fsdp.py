@@ -37,6 +37,11 @@ def pack(array: jax.Array, shards: int) -> jax.Array:
     return jnp.pad(array.reshape(-1), (0, -array.size % shards))
 
 
+def stored_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """Returns the shape that `pack` gives an array of `shape`."""
+    return (-(-math.prod(shape) // shards) * shards,) if is_split(shape, shards) else shape
+
+
 def unpack(stored: np.ndarray, shape: tuple[int, ...], shards: int) -> np.ndarray:
     """The inverse of `pack`."""
     return stored[: math.prod(shape)].reshape(shape) if is_split(shape, shards) else stored

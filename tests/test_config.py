@@ -133,7 +133,8 @@ def test_identity_holds_all_but_what_may_change():
         "optimizer.name": "sgd", "embedding.optimizer.name": "sgd", "embedding.optimizer.b1": 0.5,
         "embedding.optimizer.b2": 0.5, "model.interaction": "cross", "name": "another",
         "data.combiner": "sum", "data.ids": "uniform", "data.labels": "bernoulli", "schedule.name": "linear",
-        "precision": "bfloat16", "embedding.sharding": "row", "dense_sharding": "fsdp",
+        "precision": "bfloat16", "matmul": "tf32", "embedding.dtype": "float16", "embedding.sharding": "row",
+        "dense_sharding": "fsdp",
         "data.rows": 17, "model.dropout": 0.5, "data.rate": 0.5,
         "model.feature_dropout": 0.5, "data.interaction": 0.5,
     }  # fmt: skip

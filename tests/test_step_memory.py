@@ -10,21 +10,17 @@ import jax.numpy as jnp
 import pytest
 from cover import cases
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from jaxrec import mesh as mesh_lib
 from jaxrec.data.schema import Dataset, FeatureSpec, Schema
-from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.plan import make_plan
 from jaxrec.embeddings.spec import SHARDINGS, TableSpec
 from jaxrec.models.dlrm import DLRMConfig
-from jaxrec.optim import dense as dense_optim
 from jaxrec.optim.dense import DenseOptimizerConfig
 from jaxrec.optim.schedule import ScheduleConfig
 from jaxrec.optim.sparse import SPARSE_OPTIMIZERS, SparseOptimizerConfig, row_rule
 from jaxrec.precision import policy
 from jaxrec.training import setup
-from jaxrec.training.state import LossScale, TrainState, empty_window
 from jaxrec.training.step import Program, shard_train_step
 
 DIM, BATCH = 8, 64
@@ -60,31 +56,13 @@ def compiled(sharding: str, sizes: tuple[int, int], rows: int, dtype: str):
         dense_shapes=jax.eval_shape(lambda: dense),
     )
 
-    def abstract(tree, spec):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree)
-
-    tables, bytes_per_device = {}, 0
-    for g in plan.groups:
-        columns = {name: (DIM,) if per_column else () for name, per_column in g.rule.slots.items()}
-        arrays = tables_lib.Table(
-            jax.ShapeDtypeStruct((g.array_rows, DIM), g.stored),
-            {name: jax.ShapeDtypeStruct((g.array_rows, *c), jnp.float32) for name, c in columns.items()},
-            jax.ShapeDtypeStruct((g.array_rows,), jnp.int32),
-        )
-        specs = tables_lib.partitions(plan)[g.name]
-        tables[g.name] = jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), arrays, specs
-        )
-        bytes_per_device += sum(
-            a.dtype.itemsize * math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(tables[g.name])
-        )
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    optimizer_state = dense_optim.direction(program.optimizer).init(dense)
-    state = TrainState(scalar, dense, optimizer_state, {}, LossScale(scalar, scalar, scalar), scalar, scalar, scalar)
-    state = abstract(state, mesh_lib.REPLICATED)._replace(tables=tables)
+    state = setup.state_shapes(program)
+    bytes_per_device = sum(
+        a.dtype.itemsize * math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(state.tables)
+    )
     batch = setup.batch_shapes(Dataset("test", schema, {}), BATCH, program)
-    window = abstract(empty_window(), mesh_lib.REPLICATED)
-    return bytes_per_device, shard_train_step(program).lower(state, window, batch).compile().memory_analysis()
+    lowered = shard_train_step(program).lower(state, setup.window_shapes(program), batch)
+    return bytes_per_device, lowered.compile().memory_analysis()
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ _OP = re.compile(
     r"= (?P<shape>.+?) (?P<op>all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(?P<start>-start)?\("
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-# Replica groups are a list of lists, {{0,1},{2,3}}, or an iota, [groups,size]<=[devices].
-_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[(\d+),(\d+)\]<=)")
+# Replica groups are a list of lists, {{0,1},{2,3}}, or an iota, [groups,size]<=[devices], or axes of a mesh,
+# mesh['data'=2,'model'=4] {'model'}.
+_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[(\d+),(\d+)\]<=|mesh\[([^\]]*)\][^{]*\{([^}]*)\})")
+_AXIS = re.compile(r"'(\w+)'=(\d+)")
 
 
 class Collective(NamedTuple):
@@ -60,10 +62,19 @@ def collectives(compiled: Any) -> list[Collective]:
         groups = _GROUPS.search(line)
         if groups is None:
             raise ValueError(f"the replica groups of this operation are not understood: {line.strip()}")
-        devices = len(groups[1].split(",")) if groups[1] else int(groups[3])
+        devices = _group_size(groups)
         arrays = _ARRAY.findall(match["shape"])
         if match["start"]:  # Its tuple holds the operand and the result.
             arrays = arrays[len(arrays) // 2 :]
         size = sum(ELEMENT_BYTES[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape in arrays)
         found.append(Collective(match["op"], devices, size))
     return found
+
+
+def _group_size(groups: re.Match[str]) -> int:
+    if groups[1]:
+        return len(groups[1].split(","))
+    if groups[3]:
+        return int(groups[3])
+    sizes = {name: int(size) for name, size in _AXIS.findall(groups[4])}
+    return math.prod(sizes[name.strip("' ")] for name in groups[5].split(","))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrec import mesh as mesh_lib
 from jaxrec import processes
@@ -20,7 +20,8 @@ from jaxrec.data.schema import Batch, Dataset, Schema
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.lookup import places_of_slots
 from jaxrec.embeddings.plan import Plan, choose_shardings, make_plan
-from jaxrec.fsdp import pack
+from jaxrec.embeddings.tables import Table
+from jaxrec.fsdp import pack, stored_shape
 from jaxrec.optim import dense as dense_optim
 from jaxrec.optim.sparse import row_rule
 from jaxrec.training.config import Config
@@ -31,18 +32,21 @@ from jaxrec.training.step import FIRST_SCALE, Program
 MEASURED_BATCHES = 8
 
 
-def build_program(config: Config, dataset: Dataset, batches: Batches | None = None) -> tuple[Program, Any]:
+def build_program(
+    config: Config, dataset: Dataset, batches: Batches | None = None, mesh: Mesh | None = None
+) -> tuple[Program, Any]:
     """Returns the step's static parts, and the dense parameters at their first values (on the default device).
 
     Args:
       config: The run's.
       dataset: Its data.
       batches: What is trained on, for measuring the exchange capacities; None: there is no training.
+      mesh: Of `config.mesh`'s shape, for compiling for other devices than this machine's; None: of those.
 
     Raises:
       UserError: The mesh does not fit the machine.
     """
-    mesh = mesh_lib.create(config.mesh)
+    mesh = mesh_lib.create(config.mesh) if mesh is None else mesh
     config.policy.check(mesh.devices.flat[0].platform)
     schema = dataset.schema
     plan = plan_tables(config, schema)
@@ -100,11 +104,16 @@ def measure_capacities(config: Config, plan: Plan, batches: Batches) -> dict[str
     up to a multiple of 8. Empty (the worst case) on one device and for a margin of 0. Each process measures the rows
     that it reads, and all take the most of any.
     """
-    margin, devices = config.embedding.capacity_margin, config.mesh.size
-    if devices == 1 or margin == 0:
+    if config.mesh.size == 1:
+        return {}
+    return capacities_of(plan, batches, batches.batch_size // config.mesh.size, config.embedding.capacity_margin)
+
+
+def capacities_of(plan: Plan, batches: Batches, rows_of_device: int, margin: float) -> dict[str, int]:
+    """As `measure_capacities`, for devices that take `rows_of_device` rows of a batch each."""
+    if margin == 0:
         return {}
     most = dict.fromkeys((g.name for g in plan.groups), 0)
-    rows_of_device = batches.batch_size // devices
     for k in range(min(MEASURED_BATCHES, len(batches))):
         batch = batches[k].batch
         ids, lengths = jnp.asarray(batch.ids), jnp.asarray(batch.lengths)
@@ -128,6 +137,40 @@ def initial_state(program: Program, dense: Any) -> TrainState:
     dense, optimizer = place_dense(program, dense, optimizer)
     tables = tables_lib.initialise(program.plan, program.mesh, program.seed)
     return TrainState(step, dense, optimizer, tables, loss_scale, failed_step, failed_check, overflow)
+
+
+def state_shapes(program: Program) -> TrainState:
+    """Returns the abstract state, for compiling ahead of time: nothing is allocated."""
+
+    def abstract(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(program.mesh, spec))
+
+    specs = program.state_partitions()
+    dense, optimizer = jax.tree.map(
+        lambda x, spec: abstract(stored_shape(x.shape, program.dense_shards), x.dtype, spec),
+        program.whole_shapes(),
+        (specs.dense, specs.optimizer),
+    )
+    tables = {}
+    for g in program.plan.groups:
+        slots = {
+            name: abstract((g.array_rows, g.dim) if wide else (g.array_rows,), jnp.float32, g.partition(wide))
+            for name, wide in g.rule.slots.items()
+        }
+        tables[g.name] = Table(
+            abstract((g.array_rows, g.dim), g.stored, g.partition(True)),  # pyright: ignore[reportArgumentType]
+            slots,  # pyright: ignore[reportArgumentType]
+            abstract((g.array_rows,), jnp.int32, g.partition(False)),  # pyright: ignore[reportArgumentType]
+        )
+    real, integer = (abstract((), t, mesh_lib.REPLICATED) for t in (jnp.float32, jnp.int32))
+    scale = LossScale(real, integer, integer)  # pyright: ignore[reportArgumentType]
+    return TrainState(integer, dense, optimizer, tables, scale, integer, integer, integer)  # pyright: ignore[reportArgumentType]
+
+
+def window_shapes(program: Program) -> Window:
+    """Returns the abstract window."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(program.mesh, mesh_lib.REPLICATED))
+    return Window(*(scalar for _ in Window._fields))  # pyright: ignore[reportArgumentType]
 
 
 def replicate(program: Program, tree: Any) -> Any:

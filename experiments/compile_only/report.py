@@ -1,0 +1,117 @@
+"""The study's report: a pure function of its record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrec.reporting.record import find
+
+OPS = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce", "collective-permute")
+
+
+def render(record: Mapping[str, Any]) -> str:
+    """Returns report.md."""
+    targets, layouts, env = record["targets"], list(record["layouts"]), record["environment"]
+    present = {(r["case"], r["name"], r["metric"]) for r in record["rows"]}
+
+    def value(target: str, layout: str, metric: str) -> float:
+        if (target, layout, metric) not in present:
+            return 0.0
+        return find(record, case=target, name=layout, metric=metric)["median"]
+
+    def mib(target: str, layout: str, metric: str) -> str:
+        return f"{value(target, layout, metric) / 2**20:,.1f}"
+
+    def total(target: str, layout: str) -> float:
+        return sum(value(target, layout, m) for m in ("arguments", "temporaries", "not aliased outputs"))
+
+    lines = [
+        "# The training step on devices that are not here",
+        "",
+        "**Question.** What does a training step need on a TPU slice, on 8 and 32 H100, on 256 devices: memory per device, "
+        "collectives and their bytes?",
+        "",
+        f"**Answer.** {_answer(targets, layouts, total, value)} Every figure here is **compiled, not run**: it says nothing "
+        "about speed.",
+        "",
+        f"The step is that of `{record['config']}` with row-wise Adagrad, products in bfloat16, and "
+        f"{record['rows_of_device']:,} rows of the batch a device (Zipf ids, {_capacity_note()}).",
+        "",
+        "## Memory of a device, MiB",
+        "",
+        "| target | layout | state and batch | temporaries | not aliased | total | of the device's memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for target, facts in targets.items():
+        for layout in layouts:
+            share = total(target, layout) / (facts["memory_gib"] * 2**30) if facts["memory_gib"] else None
+            cells = [mib(target, layout, m) for m in ("arguments", "temporaries", "not aliased outputs")]
+            lines.append(
+                f"| {target} | {layout} | {' | '.join(cells)} | {total(target, layout) / 2**20:,.1f} | "
+                f"{'-' if share is None else f'{share:.1%}'} |"
+            )
+    used = [op for op in OPS if any(m == f"number of {op}" for _, _, m in present)]
+    lines += [
+        "",
+        "## What a device receives in a step, MiB (number of operations)",
+        "",
+        "| target | layout | " + " | ".join(used) + " | in all | embedding exchange by formula | its worst case |",
+        "|---|---|" + "---|" * (len(used) + 3),
+    ]
+    for target in targets:
+        for layout in layouts:
+            cells = [
+                f"{mib(target, layout, f'received by {op}')} ({value(target, layout, f'number of {op}'):.0f})"
+                for op in used
+            ]
+            ends = ("received", "embedding exchange by formula", "embedding exchange, worst case")
+            lines.append(f"| {target} | {layout} | {' | '.join([*cells, *(mib(target, layout, m) for m in ends)])} |")
+    lines += [
+        "",
+        "## Targets",
+        "",
+        "| target | device | topology | mesh | compiler |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {f['device']} | {f['topology'] or '-'} | data:{f['mesh']['data']},model:{f['mesh']['model']} | "
+            f"{f['compiler']} {f['compiler_version']} |"
+            for name, f in targets.items()
+        ),
+        "",
+        "## How to run",
+        "",
+        "    make compile_only PYTHON=python3.12 VENV=.venv312   # installs the compilers, compiles, writes this report",
+        "",
+        f"Python {env['versions']['python']}, jax {env['versions']['jax']}.",
+        "",
+        "## What limits the conclusion",
+        "",
+        "Nothing was run: no time, no overlap of communication and computation, no fragmentation of memory. Bytes received are "
+        "exact for all but `all-reduce`, for which a ring is assumed. Operations inside a loop count once; the step has none "
+        "around a collective. `received` covers all links alike, within a host and between hosts. A compiler may hold "
+        "buffers that `memory_analysis` does not list. The worst case is what would cross the wire if every id of a device's "
+        "batch were another row of one shard; the exchange holds the most that was measured, times a margin.",
+        "",
+        "## Next measurement",
+        "",
+        "The same programs, run on these devices.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _capacity_note() -> str:
+    return "exchange capacities measured on batches of the same law"
+
+
+def _answer(targets: Mapping[str, Any], layouts: list[str], total: Any, value: Any) -> str:
+    parts = []
+    for target in targets:
+        by_layout = {layout: total(target, layout) for layout in layouts}
+        least, most = min(by_layout, key=by_layout.__getitem__), max(by_layout, key=by_layout.__getitem__)
+        parts.append(
+            f"{target}: {by_layout[least] / 2**20:,.0f} MiB a device ({least}) to {by_layout[most] / 2**20:,.0f} MiB ({most}), "
+            f"{value(target, least, 'received') / 2**20:,.0f} and {value(target, most, 'received') / 2**20:,.0f} MiB received a step"
+        )
+    return "; ".join(parts) + "."
