@@ -71,6 +71,8 @@ def start(coordinator: str | None, count: int | None, index: int | None) -> None
             coordinator,
             count,
             index,
+            # Where all is named there is nothing to detect.
+            cluster_detection_method=None if None in (coordinator, count, index) else "deactivate",
             initialization_timeout=START_WITHIN,
             heartbeat_timeout_seconds=JAX_LOST_AFTER,
             shutdown_timeout_seconds=FAREWELL_WITHIN,

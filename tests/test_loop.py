@@ -19,6 +19,7 @@ from test_resume import arrays_of, lines, progress_of, quiet, steps_of
 
 from jaxrec import flags
 from jaxrec import train as train_command
+from jaxrec.checks import UserError
 from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.datasets.synthetic import SyntheticData
 from jaxrec.data.pipeline import Batches
@@ -185,6 +186,39 @@ def test_a_step_that_is_not_finite_stops_the_run(tiny, tmp_path):
         np.testing.assert_array_equal(array, before[name], err_msg=name)
     with pytest.raises(StepRefused, match=f"^step {failing}: "):
         train(config, quiet(tmp_path / "run"))
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongId:
+    """Synthetic rows in blocks of 100, of which one holds an id beyond its table while `wrong` is set."""
+
+    wrong = True
+
+    def open(self, data_dir: str) -> Dataset:
+        good = SyntheticData(train_rows=4000, validation_rows=500, test_rows=500, tables=3, rows=101, bag=1, dense=4)
+        dataset = good.open(data_dir)
+        columns = {k: np.array(v) for k, v in dataset.splits["train"][0].items()}
+        if WrongId.wrong:
+            columns["cat_1"][2345] = 101
+        return dataclasses.replace(dataset, splits={**dataset.splits, "train": ArrayBlocks(columns, 100)})
+
+
+def test_an_id_out_of_range_on_a_mesh_leaves_a_run_that_continues(tiny, tmp_path, monkeypatch):
+    config = dataclasses.replace(
+        tiny("training.checkpoint_every=4", "training.batch_size=80", "embedding.sharding=row_cyclic",
+             "dense_sharding=fsdp", "mesh.data=2", "mesh.model=4"), data=WrongId()
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"feature cat_1 holds id 101, but table table_1 has 101 rows, so ids must be"):
+        train(config, quiet(tmp_path / "run"))
+    saved = steps_of(tmp_path / "run")
+    assert saved and max(saved) < 40
+    monkeypatch.setattr(WrongId, "wrong", False)
+    summary, status = train(config, quiet(tmp_path / "run"))
+    assert (status, summary["steps"], summary["steps_this_process"]) == (0, 40, 40 - max(saved))
+    train(config, quiet(tmp_path / "straight"))
+    straight = arrays_of(tmp_path / "straight", config, 40)
+    for name, array in arrays_of(tmp_path / "run", config, 40).items():
+        np.testing.assert_array_equal(array, straight[name], err_msg=name)
 
 
 def test_a_failed_state_is_neither_evaluated_nor_saved_as_a_later_step(tiny, tmp_path):

@@ -111,6 +111,21 @@ def test_rows_stay_together():
         assert batch.truncated == np.sum(row % 4 == 3)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("ranges", [[(0, 10)], [(0, 5)], [(5, 10)], [(2, 4), (7, 8)], [(9, 10)]])
+def test_ranges_are_those_rows_of_the_batches(shuffle, ranges):
+    """103 rows: the last batch in stored order has 3, and the other 7 are padding."""
+    whole, part = make(shuffle=shuffle), make(shuffle=shuffle, ranges=ranges)
+    assert (len(part), part.batch_size, part.rows_dropped_per_epoch) == (len(whole), 10, whole.rows_dropped_per_epoch)
+    index = np.concatenate([np.arange(a, b) for a, b in ranges])
+    for k in [*range(len(whole)), 25]:
+        a, b = whole[k], part[k]
+        for x, y in zip([*a.batch, a.group], [*b.batch, b.group], strict=True):
+            np.testing.assert_array_equal(x[index], y)
+        counted = (a.batch.ids[index, 0] % 4 == 3) & (a.batch.weight[index] > 0)
+        assert b.truncated == counted.sum()
+
+
 def test_epochs_and_seeds_differ_and_the_same_seed_does_not():
     def epoch(seed, e):
         batches = make(seed=seed)

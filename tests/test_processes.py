@@ -180,3 +180,50 @@ def test_the_mesh_must_use_all_processes(pair, tmp_path):
     outs = [run.communicate(timeout=60) for run in runs]
     assert [run.returncode for run in runs] == [2, 2], outs
     assert all("2 processes have 4 together" in err and "--mesh=data:4 does" in err for _, err in outs), outs
+
+
+CLUSTERS = {
+    "SLURM": lambda i, port: {
+        # JAX derives the port from the job's number.
+        "SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": str(i),
+        "SLURM_LOCALID": str(i),
+    },
+    "Open MPI": lambda i, port: {
+        "OMPI_MCA_orte_hnp_uri": f"{port << 16}.0;tcp://127.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(i), "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
+    },
+    "variables": lambda i, port: {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(i),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cluster", list(CLUSTERS))
+def test_processes_find_each_other(environment, tmp_path, cluster):
+    program = (
+        "from absl import flags; from jaxrec import flags as f, processes; f.define_common(); import sys; "
+        "flags.FLAGS(sys.argv); f.prepare_process(); "
+        "print(processes.count(), processes.exchange(processes.index() + 10)); processes.leave()"
+    )
+    asked = [] if cluster == "variables" else ["--distributed=auto"]
+    port = free_port()
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *asked, "--simulate_cpu_devices=1"], cwd=ROOT, text=True,
+            env=environment | CLUSTERS[cluster](i, port), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert [out.splitlines()[-1] for out, _ in outs] == ["2 [10, 11]"] * 2, outs
+    assert [run.returncode for run in runs] == [0, 0]
+
+
+def test_without_a_cluster_auto_says_what_to_name(command, train_flags, tmp_path):
+    for given in (["--distributed=auto"], ["--coordinator=localhost:1234", "--num_processes=2"]):
+        run = command("jaxrec.train", *train_flags(tmp_path, *given))
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 2
+        said = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(said) == 1 and "Traceback" not in err
+        assert "JAX detects no cluster here" in said[0] and "name all three" in said[0]

@@ -12,7 +12,7 @@ from jaxrec.data.schema import Batch, Dataset, FeatureSpec, Schema
 from jaxrec.embeddings.spec import EmbeddingConfig
 from jaxrec.fsdp import unpack
 from jaxrec.mesh import MeshConfig
-from jaxrec.models.dlrm import DLRMConfig
+from jaxrec.models.dlrm import DLRM, DLRMConfig
 from jaxrec.optim.dense import DenseOptimizerConfig
 from jaxrec.optim.schedule import ScheduleConfig
 from jaxrec.optim.sparse import SparseOptimizerConfig
@@ -310,6 +310,39 @@ def test_a_step_that_is_not_finite_changes_nothing(fault, sharding, mesh):
         assert copies(window) == sums
         assert int(state.failed_step) == 1
         assert checks(program, state)[int(state.failed_check)] == tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class TrappedConfig(DLRMConfig):
+    """A DLRM whose value is finite everywhere, but whose gradient is not where the first dense feature is 7."""
+
+    def create(self, schema, dim, policy, rngs):
+        return Trapped(self, schema, dim, policy, rngs)
+
+
+class Trapped(DLRM):
+    def __call__(self, dense, activations, source):
+        trap = jnp.sqrt(jnp.abs(dense[:, :1] - 7) * jnp.square(activations["watched"][:, :1]))
+        return super().__call__(dense, activations, source) + 0.0 * trap
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}model{m[1]}")
+@pytest.mark.parametrize("sharding, dense_sharding", [("row_cyclic", "fsdp"), ("column", "replicated")])
+def test_a_gradient_that_is_nan_on_one_device_changes_nothing_on_any(sharding, dense_sharding, mesh):
+    model = TrappedConfig(**{f.name: getattr(BASE.model, f.name) for f in dataclasses.fields(BASE.model)})
+    config = dataclasses.replace(on(BASE, sharding, mesh), model=model, dense_sharding=dense_sharding)
+    program, state, window, step = start(config)
+    state, window, _ = step(state, window, batch(0))
+    assert int(state.step) == 1 and int(state.failed_step) == -1
+    before, sums = copies(without_scratch(state)), copies(window)
+    data = Batch(*(a.copy() for a in batch(1)))
+    data.dense[21, 0] = 7.0  # One row: one device of eight.
+    logits = shard_predict_step(program)(state.dense, state.tables, data)
+    assert np.isfinite(np.asarray(logits)).all()
+    state, window, _ = step(state, window, data)
+    assert copies(without_scratch(state)) == before and copies(window) == sums
+    assert {int(s.data) for s in state.failed_step.addressable_shards} == {1}
+    assert checks(program, state)[int(state.failed_check)] == "gradient of embedding feature watched is not finite"
 
 
 def test_an_update_that_overflows_names_its_parameter():

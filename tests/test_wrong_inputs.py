@@ -82,6 +82,20 @@ TRAIN = {
     "log_every": (["--log_every=0"], ["--log_every is 0", "at least 1"]),
     "keep_last": (["--keep_last=0"], ["--keep_last is 0", "at least 1"]),
     "eval_batch": (["--set=training.eval_batch_size=-1"], ["training.eval_batch_size is -1", "at least 0"]),
+    "table_dtype": (["--table_dtype=float8"], ["--table_dtype is 'float8'", "float32, bfloat16, float16"]),
+    "matmul_unknown": (["--matmul=fast"], ["--matmul is 'fast'", "float32, tf32"]),
+    "matmul_on_cpu": (["--matmul=tf32"], ["--matmul is 'tf32'", "only GPUs have", "cpu"]),
+    "matmul_of_bfloat16": (
+        ["--matmul=tf32", "--precision=bfloat16"], ["--matmul is 'tf32'", "--precision is 'bfloat16'"]
+    ),
+    "distributed": (["--distributed=yes"], ["--distributed is 'yes'", "auto, off"]),
+    "process_alone": (["--process_id=1"], ["--process_id is 1", "--coordinator is not given"]),
+    "coordinator": (["--coordinator=somewhere", "--num_processes=2", "--process_id=0"], ["'somewhere'", "host:port"]),
+    "coordinator_port": (["--coordinator=a:99999"], ["--coordinator is 'a:99999'", "host:port"]),
+    "num_processes": (["--coordinator=a:1", "--num_processes=0"], ["--num_processes is 0", "at least 1"]),
+    "process_id": (
+        ["--coordinator=a:1", "--num_processes=2", "--process_id=2"], ["--process_id is 2", "below --num_processes=2"]
+    ),
     "precision_unknown": (["--precision=float64"], ["--precision is 'float64'", "float32, bfloat16, float16"]),
     "sharding_unknown": (["--embedding_sharding=diagonal"], ["--embedding_sharding is 'diagonal'", "replicated, row"]),
     "column_dim": (["--mesh=model:3", "--batch_size=129", "--embedding_sharding=column"],

@@ -122,7 +122,7 @@ def measure(targets: list[Target], layouts: list[str]) -> dict[str, Any]:
         for layout in layouts:
             begin = time.perf_counter()
             values, facts[target.name] = compile_step(target, layout)
-            print(f"{target.name}, {layout}: compiled in {time.perf_counter() - begin:.0f} s")
+            print(f"{target.name}, {layout}: compiled in {time.perf_counter() - begin:.0f} s", flush=True)
             for (metric, unit), value in values.items():
                 rows.append(record_lib.row(layout, "jax", target.name, metric, unit, [value], "compiled, not run"))
     return record_lib.make(
