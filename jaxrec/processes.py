@@ -66,6 +66,13 @@ def start(coordinator: str | None, count: int | None, index: int | None) -> None
     # Its handler of SIGTERM would replace ours, by which all processes stop after the same step.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    given = f"--coordinator={coordinator} --num_processes={count} --process_id={index}"
+    if coordinator is not None and index == 0:
+        _require_free(int(coordinator.rpartition(":")[2]), given)
+    # JAX would abort with a stack trace.
+    late = threading.Timer(START_WITHIN, _late, (given,))
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             coordinator,
@@ -73,12 +80,11 @@ def start(coordinator: str | None, count: int | None, index: int | None) -> None
             index,
             # Where all is named there is nothing to detect.
             cluster_detection_method=None if None in (coordinator, count, index) else "deactivate",
-            initialization_timeout=START_WITHIN,
+            initialization_timeout=2 * START_WITHIN,
             heartbeat_timeout_seconds=JAX_LOST_AFTER,
             shutdown_timeout_seconds=FAREWELL_WITHIN,
         )
     except (ValueError, RuntimeError) as e:
-        given = f"--coordinator={coordinator} --num_processes={count} --process_id={index}"
         missing = [x for x in (coordinator, count, index) if x is None]
         hint = (
             "JAX detects no cluster here that says the rest; name all three"
@@ -87,8 +93,29 @@ def start(coordinator: str | None, count: int | None, index: int | None) -> None
         )
         first = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
         raise UserError(f"the processes could not be connected ({given}; {first}); {hint}") from e
+    finally:
+        late.cancel()
     if jax.process_count() > 1:
         _Watch.current = _Watch()
+
+
+def _require_free(port: int, given: str) -> None:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as e:
+        raise UserError(
+            f"port {port} of --coordinator cannot be opened here ({e.strerror}; {given}); does another process 0 run? "
+            "Name another port, or --process_id"
+        ) from e
+
+
+def _late(given: str) -> None:
+    print(
+        f"error: not all processes came within {START_WITHIN} s ({given}); start all of them, with one coordinator "
+        "that each can reach",
+        file=sys.stderr,
+    )
+    _exit(2)
 
 
 def _environment(name: str) -> int | None:
