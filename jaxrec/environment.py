@@ -17,17 +17,22 @@ import jaxrec
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain", "tensorflow-datasets")
 
 
-def describe() -> dict[str, Any]:
-    """Returns versions, CPU model, cores, memory and devices as JSON values."""
-    versions = {"jaxrec": jaxrec.__version__, "python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Returns the versions of jaxrec, Python and the packages that decide what is computed."""
+    found = {"jaxrec": jaxrec.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
+            found[package] = "absent"
+    return found
+
+
+def describe() -> dict[str, Any]:
+    """Returns versions, CPU model, cores, memory and devices as JSON values."""
     devices = jax.devices()
     return {
-        "versions": versions,
+        "versions": versions(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

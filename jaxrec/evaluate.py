@@ -21,6 +21,7 @@ def main() -> int:
     from jaxrec.configs import catalogue, overrides
     from jaxrec.training import setup
     from jaxrec.training.checkpoint import Checkpoints
+    from jaxrec.training.config import require_same
     from jaxrec.training.evaluation import Evaluator
     from jaxrec.training.workdir import CONFIG_FILE, read_json
 
@@ -36,6 +37,7 @@ def main() -> int:
         config = overrides.replace(config, "mesh", mesh.parse(flag_values.mesh))
     if flag_values.embedding_sharding is not None:
         config = overrides.replace(config, "embedding.sharding", flag_values.embedding_sharding)
+    require_same({"config": config.as_dict(), **{k: flag_values[k].value for k in ("workdir", "split", "step")}})
     dataset = processes.first_alone(lambda: config.data.open(flag_values.data_dir))
     one_of("--split", flag_values.split, tuple(dataset.splits))
     program, dense = setup.build_program(config, dataset)

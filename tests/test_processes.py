@@ -175,6 +175,21 @@ def test_an_error_of_one_ends_all_with_its_sentence(pair, tmp_path):
         assert "Traceback" not in err
 
 
+def test_processes_must_be_started_alike(command, train_flags, tmp_path):
+    port = free_port()
+    runs = [
+        command("jaxrec.train", *train_flags(tmp_path, *TOGETHER), "--simulate_cpu_devices=2", "--num_processes=2",
+                f"--coordinator=127.0.0.1:{port}", f"--process_id={i}", f"--steps={40 + i}")
+        for i in range(2)
+    ]  # fmt: skip
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert [run.returncode for run in runs] == [2, 2], outs
+    for _, err in outs:
+        said = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(said) == 1 and "Traceback" not in err
+        assert "process 1 was started otherwise than process 0 (config.training.steps 40 -> 41)" in said[0]
+
+
 def test_the_mesh_must_use_all_processes(pair, tmp_path):
     runs = pair(tmp_path, "--mesh=data:2")
     outs = [run.communicate(timeout=60) for run in runs]

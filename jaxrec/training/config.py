@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from flax import nnx
 
-from jaxrec.checks import one_of, require
+from jaxrec import processes
+from jaxrec.checks import UserError, one_of, require
 from jaxrec.data.schema import DataConfig, Schema
 from jaxrec.embeddings.spec import EmbeddingConfig
 from jaxrec.fsdp import DENSE_SHARDINGS
@@ -133,3 +134,19 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") 
 def describe(changed: list[str]) -> str:
     """Returns the first few of `differences` for a message."""
     return "; ".join([*changed[:4], "..."] if len(changed) > 4 else changed)
+
+
+def require_same(values: dict[str, Any]) -> None:
+    """Raises UserError, on all processes, where they were not started alike.
+
+    Args:
+      values: What must be equal: the config, flags, versions. JSON values, by name.
+    """
+    first, *others = processes.exchange(values)
+    for i, theirs in enumerate(others, 1):
+        changed = differences(theirs, first)
+        if changed:
+            processes.all_end()
+            raise UserError(
+                f"process {i} was started otherwise than process 0 ({describe(changed)}); start all by one command"
+            )

@@ -28,7 +28,7 @@ from jaxrec.startup import CompileCounter, PhaseClock
 from jaxrec.tracing import StepTracer
 from jaxrec.training import setup, workdir
 from jaxrec.training.checkpoint import Checkpoints, Progress
-from jaxrec.training.config import Config
+from jaxrec.training.config import Config, require_same
 from jaxrec.training.evaluation import Evaluator
 from jaxrec.training.metrics import window_metrics
 from jaxrec.training.signals import StopRequest
@@ -97,6 +97,8 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
     clock = clock or PhaseClock()
     compiles = CompileCounter()
     say = (lambda *_: None) if options.quiet or not processes.is_first() else _say
+    started = {"workdir": options.workdir, "resume": options.resume, "versions": environment.versions()}
+    require_same({"config": config.as_dict(), **started})
     used = processes.on_first(lambda: workdir.claim(options.workdir, config, options.resume))
     with contextlib.ExitStack() as stack:
         stack.callback(compiles.close)
