@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
 
+from jaxrec import flags as jaxrec_flags
 from jaxrec.checks import UserError
 from jaxrec.reporting import record as record_lib
 
@@ -71,3 +73,17 @@ def test_check_mode_refuses_an_absent_or_other_report(tmp_path, report):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "report.md is not what" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_readme_lists_every_flag():
+    known = set(flags.FLAGS)
+    jaxrec_flags.define_train()
+    try:
+        rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `--")]
+        listed = {row.split("`")[1].removeprefix("--"): row for row in rows}
+        assert set(listed) == set(flags.FLAGS) - known
+        for name, row in listed.items():
+            assert flags.FLAGS[name].help.split("\n")[0].rstrip(";") in row
+    finally:
+        for name in set(flags.FLAGS) - known:
+            delattr(flags.FLAGS, name)
