@@ -1,27 +1,33 @@
 """Embedding sharding x dense sharding x precision x table type x optimizer x mesh, against a plain program.
 
-A pairwise cover of all settings; `make test-full` runs their full product (the interaction follows the optimizer).
+A pairwise cover of all settings; `make test-full` runs the full product, with tables of the type that is computed in.
+The interaction follows the optimizer.
 """
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import plain_step
 import pytest
-from cover import cases
+from cover import FULL, cases
 from test_step import BASE, DATASET, SCHEMA, B, batch, host, start
 
-from jaxrec.embeddings.spec import CHOICES
+from jaxrec.embeddings.spec import SHARDINGS
 from jaxrec.fsdp import DENSE_SHARDINGS
 from jaxrec.mesh import MeshConfig
 from jaxrec.optim.dense import DenseOptimizerConfig
 from jaxrec.optim.sparse import SPARSE_OPTIMIZERS, SparseOptimizerConfig
 from jaxrec.precision import PRECISIONS
+from jaxrec.training import setup
 from jaxrec.training.step import FIRST_SCALE
 
 STEPS, EPS = 4, 2.0**-2
+# (--precision, --table_dtype)
+TYPES = [(p, p) for p in PRECISIONS] if FULL else list(itertools.product(PRECISIONS, PRECISIONS))
 MESHES = ((1, 1), (8, 1), (1, 8), (2, 4))
 INTERACTIONS = ("dot", "cross")
 DENSE_RATE, RATE = 0.02, 0.05
@@ -43,23 +49,30 @@ def config_of(sharding, dense_sharding, precision, table_dtype, optimizer, mesh)
     )
 
 
+@functools.cache
+def reference(precision: str, interaction: str):
+    """Returns the jitted gradients of the plain program, and the structure and names of the dense parameters."""
+    made = config_of("replicated", "replicated", precision, "float32", "sgd", (1, 1))
+    model = dataclasses.replace(made.model, interaction=interaction)
+    program, dense = setup.build_program(dataclasses.replace(made, model=model), DATASET)
+    scale = FIRST_SCALE * B if precision == "float16" else 1.0
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(dense)]
+    return plain_step.loss_and_gradients(SCHEMA, program.graphdef, 0.7, scale), jax.tree.structure(dense), names
+
+
 @pytest.mark.parametrize(
-    "sharding, dense_sharding, precision, table_dtype, optimizer, mesh",
-    cases(CHOICES, DENSE_SHARDINGS, PRECISIONS, PRECISIONS, SPARSE_OPTIMIZERS, MESHES),
-    ids=lambda v: v if isinstance(v, str) else f"data{v[0]}model{v[1]}",
+    "sharding, dense_sharding, types, optimizer, mesh",
+    cases(SHARDINGS, DENSE_SHARDINGS, TYPES, SPARSE_OPTIMIZERS, MESHES),
+    ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v)),
 )
-def test_steps_equal_a_plain_program(sharding, dense_sharding, precision, table_dtype, optimizer, mesh):
+def test_steps_equal_a_plain_program(sharding, dense_sharding, types, optimizer, mesh):
+    precision, table_dtype = types
     config = config_of(sharding, dense_sharding, precision, table_dtype, optimizer, mesh)
     program, state, window, step = start(config)
     # The reference has the same dense model on one device, its gradients scaled as the step's where they would vanish
     # in float16. Its tables are float32 and its updates float64. Each step of it starts from what the program has then:
     # so a difference is one step's, and no ReLU is on another side of 0.
-    whole = dataclasses.replace(config, mesh=MeshConfig(), dense_sharding="replicated")
-    reference_program, reference_state, *_ = start(whole)
-    scale = FIRST_SCALE * B if precision == "float16" else 1.0
-    gradients = plain_step.loss_and_gradients(SCHEMA, reference_program.graphdef, 0.7, scale)
-    structure = jax.tree.structure(reference_state.dense)
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(reference_state.dense)]
+    gradients, structure, names = reference(precision, config.model.interaction)
     sparse, adagrad = config.embedding.optimizer, SparseOptimizerConfig("adagrad", eps=EPS)
     # A product of the dense part is wrong by its operands' rounding, and a weight of a narrow table by one step of its
     # type; what follows from either is of their size.
