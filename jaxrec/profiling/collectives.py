@@ -19,6 +19,8 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 # Replica groups are a list of lists, {{0,1},{2,3}}, or an iota, [groups,size]<=[devices], or axes of a mesh,
 # mesh['data'=2,'model'=4] {'model'}.
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[(\d+),(\d+)\]<=|mesh\[([^\]]*)\][^{]*\{([^}]*)\})")
+# TPUs' compiler spreads a collective over a chain of fusions with other work, each of which shows it in full.
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _AXIS = re.compile(r"'(\w+)'=(\d+)")
 
 
@@ -54,11 +56,17 @@ def collectives(compiled: Any) -> list[Collective]:
     Raises:
       ValueError: An operation is not understood.
     """
-    found = []
+    found, chains = [], set()
     for line in compiled.as_text().splitlines():
         match = _OP.search(line)
         if match is None:
             continue
+        chain = _CHAIN.search(line)
+        if chain is not None:
+            link = match["op"], chain[1]
+            if link in chains:
+                continue
+            chains.add(link)
         groups = _GROUPS.search(line)
         if groups is None:
             raise ValueError(f"the replica groups of this operation are not understood: {line.strip()}")
