@@ -109,18 +109,8 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             program, dense = setup.build_program(config, dataset, batches)
             state = setup.initial_state(program, dense)
             window = setup.new_window(program)
-        if processes.count() > 1:
-            say(f"processes   {processes.count()}, of {jax.local_device_count()} devices here; process 0 writes")
-        say(f"precision   {config.policy.describe(program.mesh.devices.flat[0].platform)}")
-        for line in program.plan.describe():
-            say(f"embeddings  {line}")
-        if config.dense_sharding == "fsdp":
-            over = f"split over {config.mesh.model} devices of model" if config.mesh.model > 1 else "whole: model is 1"
-            say(f"dense       fsdp, {over}")
-        for table, reason in program.plan.reasons.items():
-            say(f"embeddings  auto: {table} {reason}")
-        for group, capacity in program.capacities.items():
-            say(f"exchange    {group}: {capacity:,} distinct rows from a device to another")
+        for line in _description(config, program):
+            say(line)
         with clock.phase("restore"):
             checkpoints = Checkpoints(options.workdir, config.training.keep_last)
             stack.callback(checkpoints.close)
@@ -339,6 +329,23 @@ class _Run:
                 f"step {int(failed_step)}: {fault}; the state before that step is saved, and no later step changed it; "
                 f"{remedy}"
             )
+
+
+def _description(config: Config, program: Program) -> list[str]:
+    """Returns what a run says of itself before it begins."""
+    lines = []
+    if processes.count() > 1:
+        lines.append(f"processes   {processes.count()}, of {jax.local_device_count()} devices here; process 0 writes")
+    lines.append(f"precision   {config.policy.describe(program.mesh.devices.flat[0].platform)}")
+    lines += [f"embeddings  {line}" for line in program.plan.describe()]
+    if config.dense_sharding == "fsdp":
+        over = f"split over {config.mesh.model} devices of model" if config.mesh.model > 1 else "whole: model is 1"
+        lines.append(f"dense       fsdp, {over}")
+    lines += [f"embeddings  auto: {table} {reason}" for table, reason in program.plan.reasons.items()]
+    return lines + [
+        f"exchange    {group}: {capacity:,} distinct rows from a device to another"
+        for group, capacity in program.capacities.items()
+    ]
 
 
 def _ready(result: Any) -> bool:
