@@ -102,6 +102,8 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
     used = processes.on_first(lambda: workdir.claim(options.workdir, config, options.resume))
     with contextlib.ExitStack() as stack:
         stack.callback(compiles.close)
+        lock = stack.enter_context(contextlib.closing(workdir.Lock(options.workdir)))
+        processes.on_first(lock.acquire)
         with clock.phase("data"):
             dataset = processes.first_alone(lambda: config.data.open(options.data_dir))
             batches = processes.together(lambda: setup.training_batches(config, dataset))

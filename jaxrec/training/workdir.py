@@ -14,6 +14,7 @@ from jaxrec.training.config import Config, describe, differences
 RESUME = ("auto", "must", "never")
 CONFIG_FILE = "config.json"
 SUMMARY_FILE = "summary.json"
+LOCK_FILE = ".lock"
 
 
 def claim(workdir: str, config: Config, resume: str) -> bool:
@@ -60,6 +61,37 @@ def claim(workdir: str, config: Config, resume: str) -> bool:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise _cannot_write(workdir, "permission denied")
     return used
+
+
+class Lock:
+    """Keeps other runs out of a folder while this process lives. The system drops it, however the process ends."""
+
+    def __init__(self, workdir: str):
+        self._workdir, self._file = workdir, None
+
+    def acquire(self) -> None:
+        """Takes the folder; does nothing where its file system has no locks.
+
+        Raises:
+          UserError: Another run has it.
+        """
+        try:
+            import fcntl  # Not on Windows.
+
+            self._file = open(Path(self._workdir) / LOCK_FILE, "a")  # noqa: SIM115 - held until `close`
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise UserError(
+                f"--workdir={self._workdir} is in use by a run that has not ended; stop it, or name another folder"
+            ) from None
+        except (ImportError, OSError):
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def record(workdir: str, config: Config) -> None:
