@@ -56,8 +56,8 @@ def test_two_processes_equal_one(trained, layout):
     two, one = (lines(trained[count] / layout, "train") for count in (2, 1))
     assert [line["step"] for line in two] == [line["step"] for line in one] == list(range(1, 201))
     losses = np.array([[line["loss"] for line in run] for run in (two, one)])
-    # Where weights are rounded to few bits, an ulp of float32 may in time decide how; the losses then part, by less than
-    # a step of bfloat16.
+    # Where weights are rounded to few bits, an ulp of float32 may in time decide how; the losses then part, by less
+    # than a step of bfloat16.
     np.testing.assert_allclose(losses[0], losses[1], rtol=2.0**-8 if layout in NARROW else 1e-6, atol=0)
     np.testing.assert_allclose(losses[0][:10], losses[1][:10], rtol=1e-6, atol=0)
     assert len(set(losses[0])) > 190
