@@ -89,7 +89,8 @@ def render(record: Mapping[str, Any]) -> str:
         "",
         "Nothing was run: no time, no overlap of communication and computation, no fragmentation of memory. Bytes received are "
         "exact for all but `all-reduce`, for which a ring is assumed. Operations inside a loop count once; the step has none "
-        "around a collective. `received` covers all links alike, within a host and between hosts. A compiler may hold "
+        "around a collective. `received` covers all links alike, within a host and between hosts. A compiler may turn "
+        "one kind of operation into another (on the TPUs the `all-gather` of row numbers became an `all-reduce`), and hold "
         "buffers that `memory_analysis` does not list. The worst case is what would cross the wire if every id of a device's "
         "batch were another row of one shard; the exchange holds the most that was measured, times a margin.",
         "",
