@@ -5,6 +5,7 @@ import types
 import pytest
 
 from jaxrec.profiling.collectives import Collective, collectives
+from jaxrec.profiling.copies import copied_bytes
 
 LINES = {
     '%a = f32[8,64]{1,0} all-to-all(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}':
@@ -41,3 +42,14 @@ def test_the_links_of_a_chain_count_once():
 def test_groups_that_are_not_understood_are_an_error():
     with pytest.raises(ValueError, match="replica groups"):
         read("%a = f32[8]{0} all-gather(%x), replica_groups=somehow, dimensions={0}")
+
+
+def test_large_copies_are_summed():
+    text = "\n".join([
+        "  %copy.1 = f32[1000,64]{1,0:T(8,128)} copy(%x), metadata={}",
+        "  %copy.2 = u16[100,64]{1,0} copy(%x)",
+        "  %copy.3 = f32[10]{0} copy(%x)",
+        "  %b = f32[1000,64]{1,0} add(%copy.1, %copy.1)",
+    ])  # fmt: skip
+    program = types.SimpleNamespace(as_text=lambda: text)
+    assert [copied_bytes(program, least) for least in (1, 12_800, 12_801, 10**9)] == [268_840, 268_800, 256_000, 0]

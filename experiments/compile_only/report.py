@@ -40,8 +40,8 @@ def render(record: Mapping[str, Any]) -> str:
         "",
         "## Memory of a device, MiB",
         "",
-        "| target | layout | state and batch | temporaries | not aliased | total | of the device's memory |",
-        "|---|---|---|---|---|---|---|",
+        "| target | layout | state and batch | temporaries | not aliased | total | of the device's memory | tables copied a step |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for target, facts in targets.items():
         for layout in layouts:
@@ -49,8 +49,16 @@ def render(record: Mapping[str, Any]) -> str:
             cells = [mib(target, layout, m) for m in ("arguments", "temporaries", "not aliased outputs")]
             lines.append(
                 f"| {target} | {layout} | {' | '.join(cells)} | {total(target, layout) / 2**20:,.1f} | "
-                f"{'-' if share is None else f'{share:.1%}'} |"
+                f"{'-' if share is None else f'{share:.1%}'} | {mib(target, layout, 'copies of tables')} |"
             )
+    copying = [t for t in targets if any(value(t, layout, "copies of tables") for layout in layouts)]
+    if copying:
+        lines += [
+            "",
+            f"On {', '.join(copying)} the compiler copies whole tables in every step, to another layout and back: the state is "
+            "donated, but the layout that it gives to the step's parameters is not the one that its scatter wants. That is to "
+            "be mended before training there, by fixing the layout of the tables.",
+        ]
     used = [op for op in OPS if any(m == f"number of {op}" for _, _, m in present)]
     lines += [
         "",

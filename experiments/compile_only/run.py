@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import math
 import os
 import time
 from typing import Any
@@ -149,11 +150,14 @@ def _require_compiler(target: Target) -> None:
 
 def compile_step(target: Target, layout: str) -> tuple[dict[tuple[str, str], float], dict[str, Any]]:
     """Compiles one step; returns its figures, by (metric, unit), and what the target is."""
+    from jax.sharding import NamedSharding
+
     from jaxrec.configs import catalogue, overrides
     from jaxrec.data.pipeline import Batches
     from jaxrec.embeddings.sharded import capacity_of, exchanged_bytes
     from jaxrec.mesh import MeshConfig
     from jaxrec.profiling.collectives import collectives
+    from jaxrec.profiling.copies import copied_bytes
     from jaxrec.training import setup
     from jaxrec.training.step import shard_train_step
 
@@ -181,13 +185,17 @@ def compile_step(target: Target, layout: str) -> tuple[dict[tuple[str, str], flo
     found = collectives(compiled)
     sizes = program.axis_sizes
     formula = worst = 0
+    table_bytes = []
     for g in program.plan.groups:
+        shape = NamedSharding(mesh, g.partition(True)).shard_shape((g.array_rows, g.dim))
+        table_bytes.append(g.stored.itemsize * math.prod(shape))
         occurrences = ROWS_OF_DEVICE * len(g.columns)
         formula += exchanged_bytes(g, capacity_of(g, occurrences, capacities[g.name]), sizes)
         worst += exchanged_bytes(g, capacity_of(g, occurrences, 0), sizes)
     values = {
         ("arguments", "bytes"): memory.argument_size_in_bytes,
         ("temporaries", "bytes"): memory.temp_size_in_bytes,
+        ("copies of tables", "bytes"): copied_bytes(compiled, min(table_bytes)),
         ("not aliased outputs", "bytes"): memory.output_size_in_bytes - memory.alias_size_in_bytes,
         ("received", "bytes"): sum(c.received_bytes for c in found),
         ("embedding exchange by formula", "bytes"): formula,
