@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -116,7 +117,8 @@ def _join_processes() -> None:
         processes.start(*named.values())
         return
     for name, value in named.items():
-        require(value is None, f"--{name} is {value}, but --distributed=auto or --coordinator is not given")
+        hint = "is off" if FLAGS.distributed else "is not given, and neither is --coordinator"
+        require(value is None, f"--{name} is {value}, but --distributed {hint}; auto joins several processes")
 
 
 def _simulate(count: int) -> None:
@@ -181,12 +183,17 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
         print(why, file=sys.stderr)
         status = 128 + signal.SIGINT
     except SystemExit as e:  # By --help, or by a signal.
-        status, why = e.code, "stopped by a signal"
+        status, why = e.code if isinstance(e.code, int) else 0, "stopped by a signal"
     except Exception as e:
         _unexpected(e)
         raise
     sys.stdout.flush()
     _leave(status, why)
+    if status:
+        # A library's thread may never end, after a write that failed for instance.
+        late = threading.Timer(10, os._exit, (status,))
+        late.daemon = True
+        late.start()
     sys.exit(status)
 
 
@@ -209,7 +216,7 @@ def _unexpected(error: Exception) -> None:
             processes.leave(1, f"{type(error).__name__}: {error}")
 
 
-def _leave(status: Any, why: str) -> None:
+def _leave(status: int, why: str) -> None:
     if "jaxrec.processes" in sys.modules:  # Else there are no others.
         from jaxrec import processes
 

@@ -62,6 +62,10 @@ def create(config: MeshConfig) -> Mesh:
             f"--mesh={config} has {config.size} devices, but the {processes.count()} processes have {len(devices)} "
             f"together, and the mesh must use all of them; --mesh=data:{len(devices)} does"
         )
+    held = {i: sum(d.process_index == i for d in devices) for i in range(processes.count())}
+    if len(set(held.values())) > 1:
+        each = ", ".join(f"process {i} {n}" for i, n in held.items())
+        raise UserError(f"the processes must have equally many devices, but have: {each}")
     if config.size > len(devices):
         remedy = (
             f"; to simulate devices on a CPU, pass --simulate_cpu_devices={config.size}"

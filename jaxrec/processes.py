@@ -13,6 +13,7 @@ import atexit
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -28,10 +29,14 @@ from jaxrec.checks import UserError, require
 BEAT, LOST_AFTER = 2.0, 20.0
 # JAX's own detection, where the watch does not see it: within a minute.
 JAX_LOST_AFTER = 50
-# How long processes wait for the others to come; and to go: process 0 may have a large checkpoint to write.
-START_WITHIN, FAREWELL_WITHIN = 120, 3600
+# How long processes wait for the others to come, and then for the watch's connections.
+START_WITHIN, CONNECT_WITHIN = 120, 30
+# How long a stranger at the watch's port may take to say who it is.
+GREET_WITHIN = 5
 # Values are exchanged only by processes that the watch knows to be alive: they may take their time.
 _PATIENCE_MS = 24 * 3600 * 1000
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 T = TypeVar("T")
 
@@ -59,9 +64,10 @@ def start(coordinator: str | None, count: int | None, index: int | None) -> None
         require(0 <= index < (count or index + 1), f"--process_id is {index}, but must be at least 0{last}")
     if coordinator is not None:
         host, _, port = coordinator.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
         require(
-            bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
-            f"--coordinator is {coordinator!r}, but must be host:port",
+            bool(host) and port.isdecimal() and 0 < int(port) < 2**16 and (bracketed or ":" not in host),
+            f"--coordinator is {coordinator!r}, but must be host:port, or [address]:port for IPv6",
         )
     # Its handler of SIGTERM would replace ours, by which all processes stop after the same step.
     jax.config.update("jax_enable_preemption_service", False)
@@ -69,7 +75,8 @@ def start(coordinator: str | None, count: int | None, index: int | None) -> None
     given = f"--coordinator={coordinator} --num_processes={count} --process_id={index}"
     if coordinator is not None and index == 0:
         _require_free(int(coordinator.rpartition(":")[2]), given)
-    # JAX would abort with a stack trace.
+    # JAX would abort with a stack trace, and while it waits Python's handlers of signals do not run.
+    handlers = {n: signal.signal(n, signal.SIG_DFL) for n in _SIGNALS} if _in_main_thread() else {}
     late = threading.Timer(START_WITHIN, _late, (given,))
     late.daemon = True
     late.start()
@@ -82,7 +89,6 @@ def start(coordinator: str | None, count: int | None, index: int | None) -> None
             cluster_detection_method=None if None in (coordinator, count, index) else "deactivate",
             initialization_timeout=2 * START_WITHIN,
             heartbeat_timeout_seconds=JAX_LOST_AFTER,
-            shutdown_timeout_seconds=FAREWELL_WITHIN,
         )
     except (ValueError, RuntimeError) as e:
         missing = [x for x in (coordinator, count, index) if x is None]
@@ -95,13 +101,28 @@ def start(coordinator: str | None, count: int | None, index: int | None) -> None
         raise UserError(f"the processes could not be connected ({given}; {first}); {hint}") from e
     finally:
         late.cancel()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if jax.process_count() > 1:
-        _Watch.current = _Watch()
+        try:
+            _Watch.current = _Watch()
+        except (OSError, ValueError) as e:
+            raise UserError(f"the processes could not be connected ({given}; {e}); start all of them again") from e
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _server(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def _require_free(port: int, given: str) -> None:
     try:
-        socket.create_server(("", port)).close()
+        _server(port).close()
     except OSError as e:
         raise UserError(
             f"port {port} of --coordinator cannot be opened here ({e.strerror}; {given}); does another process 0 run? "
@@ -200,25 +221,24 @@ def all_end() -> None:
 def leave(status: int = 0, why: str = "") -> None:
     """To be called when the process is about to end.
 
+    With other processes this call does not return: JAX's own farewell would abort whoever is left by a lost one.
+
     Args:
       status: The exit status.
-      why: Why this process fails, for the others, which end with it; this call does not return then. Empty, and after
-        `all_end`: all end as agreed, and wait for each other.
+      why: Why this process fails, for the others, which end with it. Empty, and after `all_end`: all end as agreed, and
+        wait for each other.
     """
     watch, _Watch.current = _Watch.current, None
     if watch is None:
         return
+    sys.stdout.flush()
     if why and not watch.closing:
         watch.closing = True
         watch.tell({"ended": jax.process_index(), "status": status, "why": why})
-        time.sleep(0.5)  # For process 0, that it be passed on.
-        _exit(status)
-    watch.closing = True
-    watch.tell({"done": True})
-    try:
-        jax.distributed.shutdown()
-    except RuntimeError as e:
-        print(f"process {jax.process_index()}: at the end, JAX says: {str(e).splitlines()[0]}", file=sys.stderr)
+    else:
+        watch.say_goodbye()
+    watch.last_to_leave()
+    _exit(status)
 
 
 def await_verdict() -> None:
@@ -260,58 +280,90 @@ class _Watch:
         self.exchanges = 0
         self.closing = False
         self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._connections: dict[int, socket.socket] = {}
         self._done: set[int] = set()
-        me, others = jax.process_index(), jax.process_count() - 1
-        if me == 0:
-            server = socket.create_server(("", 0), backlog=others)
-            token = secrets.token_hex(16)
-            _client().key_value_set("jaxrec/watch", json.dumps([server.getsockname()[1], token]))
-            server.settimeout(START_WITHIN)
-            while len(self._connections) < others:
-                connection, _ = server.accept()
-                connection.settimeout(LOST_AFTER)
-                said = self._first_line(connection)
-                if said.get("token") == token:  # Others may knock at an open port.
-                    self._connections[int(said["process"])] = connection
-                else:
-                    connection.close()
-            server.close()
+        self._me, self._count = jax.process_index(), jax.process_count()
+        if self._me == 0:
+            self._await_others()
         else:
-            port, token = json.loads(_client().blocking_key_value_get("jaxrec/watch", START_WITHIN * 1000))
-            connection = socket.create_connection((_coordinator_host(), port), timeout=START_WITHIN)
-            connection.settimeout(LOST_AFTER)
-            self._connections[0] = connection
-            self.tell({"token": token, "process": me})
-        for process, connection in self._connections.items():
-            for target in (self._listen, self._beat):
-                threading.Thread(target=target, args=(process, connection), name="jaxrec-watch", daemon=True).start()
+            port, token = json.loads(_client().blocking_key_value_get("jaxrec/watch", CONNECT_WITHIN * 1000))
+            connection = socket.create_connection((_coordinator_host(), port), timeout=CONNECT_WITHIN)
+            connection.sendall(_line({"token": token, "process": self._me, "count": self._count}))
+            self._connect(0, connection)
         atexit.register(self._at_exit)
 
-    @staticmethod
-    def _first_line(connection: socket.socket) -> dict[str, Any]:
+    def _await_others(self) -> None:
+        server, token, strangers = _server(0), secrets.token_hex(16), 0
+        _client().key_value_set("jaxrec/watch", json.dumps([server.getsockname()[1], token]))
+        end = time.monotonic() + CONNECT_WITHIN
+        with server:
+            while len(self._connections) < self._count - 1:
+                server.settimeout(max(end - time.monotonic(), 0.01))
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    came = len(self._connections) + 1
+                    raise TimeoutError(f"{came} of {self._count} processes came within {CONNECT_WITHIN} s") from None
+                strangers += 1
+                # Others may knock at an open port, and say nothing: none holds up the next.
+                threading.Thread(target=self._greet, args=(connection, token), daemon=True).start()
+                with self._changed:
+                    self._changed.wait_for(lambda n=strangers: len(self._connections) >= n, timeout=1)
+
+    def _greet(self, connection: socket.socket, token: str) -> None:
+        """Takes a connection into the watch, or closes it."""
+        end, line, said = time.monotonic() + GREET_WITHIN, b"", None
         try:
-            line = b""
             while not line.endswith(b"\n") and len(line) < 200:
+                connection.settimeout(max(end - time.monotonic(), 0.01))
                 piece = connection.recv(1)
                 if not piece:
-                    return {}
+                    break
                 line += piece
             said = json.loads(line)
-            return said if isinstance(said, dict) else {}
         except (OSError, ValueError):
-            return {}
+            said = None
+        if not isinstance(said, dict) or said.get("token") != token:
+            connection.close()
+            return
+        self._connect(int(said["process"]), connection)
+        if said["count"] != self._count:
+            counts = f"--num_processes={said['count']}, but process 0 with {self._count}"
+            self._end({"ended": 0, "status": 2, "why": f"process {said['process']} was started with {counts}"})
+
+    def _connect(self, process: int, connection: socket.socket) -> None:
+        connection.settimeout(LOST_AFTER)
+        with self._changed:
+            self._connections[process] = connection
+            self._changed.notify_all()
+        for target in (self._listen, self._beat):
+            threading.Thread(target=target, args=(process, connection), name="jaxrec-watch", daemon=True).start()
 
     def tell(self, said: dict[str, Any], *, but: int = -1) -> None:
         """Sends a line to everybody that this process is connected to, but to process `but`."""
-        line = json.dumps(said).encode() + b"\n"
-        for process, connection in self._connections.items():
+        for process, connection in list(self._connections.items()):
             if process != but:
                 try:
                     with self._lock:
-                        connection.sendall(line)
+                        connection.sendall(_line(said))
                 except OSError:
                     continue  # Its listener sees it.
+
+    def say_goodbye(self) -> None:
+        """Waits until all processes have done so: process 0 until all others have, they until it answers."""
+        if self._me:
+            self.tell({"done": True})
+        with self._changed:
+            self._changed.wait_for(lambda: self._done >= set(self._connections))
+        self.closing = True
+        if not self._me:
+            self.tell({"done": True})
+
+    def last_to_leave(self) -> None:
+        """Lets the others go first: with process 0 goes JAX's service, whose loss aborts whoever is left."""
+        if not self._me:
+            time.sleep(1)
 
     def _beat(self, process: int, connection: socket.socket) -> None:
         while True:
@@ -333,7 +385,11 @@ class _Watch:
             except OSError:
                 piece, silent = b"", False
             if not piece:
-                if not self.closing and process not in self._done:
+                if self.closing:
+                    with self._changed:
+                        self._done.add(process)
+                        self._changed.notify_all()
+                elif process not in self._done:
                     seconds = f"gave no sign of life for {LOST_AFTER:.0f} s"
                     how = seconds if silent else "was lost (killed, or its machine failed)"
                     self._end({"lost": process, "how": how})
@@ -342,7 +398,9 @@ class _Watch:
             for line in lines:
                 said = json.loads(line)
                 if said.get("done"):
-                    self._done.add(process)
+                    with self._changed:
+                        self._done.add(process)
+                        self._changed.notify_all()
                 elif "lost" in said or "ended" in said:
                     self._end(said, but=process)
 
@@ -352,20 +410,25 @@ class _Watch:
             return
         self.closing = True
         self.tell(said, but=but)
+        again = "start all again: the same command continues from the last checkpoint, where there is one"
         if "ended" in said:
-            line, status = f"error: process {said['ended']} ended: {said['why']}", int(said["status"])
+            line, status = f"process {said['ended']} ended: {said['why']}", int(said["status"])
+            line += "" if status == 2 else f"; {again}"
+        elif said["lost"] == self._me:
+            line, status = f"the others have given up this process, {self._me}: it {said['how']}; {again}", 1
         else:
-            line, status = f"error: process {said['lost']} {said['how']}", 1
+            line, status = f"process {said['lost']} {said['how']}; process {self._me} ends, too; {again}", 1
         # On a line of its own: a progress bar may be in the middle of one.
-        print(
-            f"\n{line}; process {jax.process_index()} ends, too. The last checkpoint is complete: "
-            "start all processes again with the same command to continue from it",
-            file=sys.stderr,
-        )
+        print(f"\nerror: {line}", file=sys.stderr)
+        self.last_to_leave()
         _exit(status)
 
     def _at_exit(self) -> None:
         """For programs that are no command of jaxrec: whether they end by an exception, Python remembers."""
         if _Watch.current is self:
             error = getattr(sys, "last_value", None)
-            leave(1, "" if error is None else f"{type(error).__name__}: {error}")
+            leave(int(error is not None), "" if error is None else f"{type(error).__name__}: {error}")
+
+
+def _line(said: dict[str, Any]) -> bytes:
+    return json.dumps(said).encode() + b"\n"

@@ -50,6 +50,9 @@ def main() -> int:
 def explain_plan(what: str, data_dir: str) -> int:
     """Prints the layout of the tables and what it costs, without training; returns the exit status."""
     one_of("--plan", what, ("explain",))
+    for name in ("distributed", "coordinator", "num_processes", "process_id"):
+        value = flags.FLAGS[name].value
+        require(value is None, f"--{name} is {value}, but --plan=explain needs one process only")
     from jaxrec.data.pipeline import Batches
     from jaxrec.embeddings.explain import explain
     from jaxrec.mesh import check_batch

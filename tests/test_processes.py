@@ -142,7 +142,9 @@ def test_a_lost_process_ends_the_other_and_the_same_command_continues(pair, unin
     assert time.monotonic() - begin < 60
     assert runs[1 - victim].returncode == 1, err
     said = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and f"error: process {victim} was lost" in said[0] and "same command" in said[0], err
+    assert (
+        len(said) == 1 and f"error: process {victim} was lost" in said[0] and "the same command continues" in said[0]
+    ), err
     assert_continues(pair, tmp_path, uninterrupted, 20)
 
 
@@ -244,3 +246,77 @@ def test_without_a_cluster_auto_says_what_to_name(command, train_flags, tmp_path
         said = [line for line in err.splitlines() if line.startswith("error: ")]
         assert len(said) == 1 and "Traceback" not in err
         assert "JAX detects no cluster here" in said[0] and "name all three" in said[0]
+
+
+def test_a_folder_that_cannot_hold_a_checkpoint_ends_all(pair, command, train_flags, tmp_path):
+    """`checkpoints` becomes a file while the run goes on; with one process and with two."""
+    for count in (1, 2):
+        workdir = tmp_path / str(count)
+        slow = (0.15, 21)
+        runs = pair(workdir, slow=slow) if count == 2 else [command("jaxrec.train", *train_flags(workdir), slow=slow)]
+        wait_for(lambda w=workdir: 20 in saved(w), *runs)
+        (workdir / "checkpoints").rename(workdir / "old")
+        (workdir / "checkpoints").write_text("")
+        outs = [run.communicate(timeout=60) for run in runs]
+        assert [run.returncode for run in runs] == [2] * count, outs
+        for _, err in outs:
+            said = [line for line in err.splitlines() if line.startswith("error: ")]
+            assert len(said) == 1 and "it is no longer a folder that can be written" in said[0], err
+            assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("wrong", ["--resume=must", "--step=7"])
+def test_what_all_processes_meet_ends_them_alike(pair, uninterrupted, tmp_path, wrong):
+    runs = pair(tmp_path, wrong) if wrong == "--resume=must" else pair(uninterrupted, wrong, module="jaxrec.evaluate")
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert [run.returncode for run in runs] == [2, 2], outs
+    for _, err in outs:
+        said = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(said) == 1 and wrong.split("=")[0] in said[0] and "Traceback" not in err
+
+
+def test_a_process_lost_at_the_end_is_named_or_not_missed(pair, tmp_path):
+    """Process 0 is stopped and killed when it has printed its summary: the other ends, without a trace."""
+    runs = pair(tmp_path)
+    wait_for((tmp_path / "summary.json").exists)
+    runs[0].kill()
+    _, err = runs[1].communicate(timeout=60)
+    assert runs[1].returncode in (0, 1) and "Traceback" not in err and "stack trace" not in err, err
+
+
+def test_strangers_at_the_port_hold_up_nobody(environment):
+    """Connections to the watch's port that say nothing, or nonsense, from when it opens."""
+    program = (
+        "import socket, sys, threading, time; from jaxrec import processes; import jax; "
+        "jax.config.update('jax_num_cpu_devices', 1); real = processes._server; held = []\n"
+        "def opened(port):\n"
+        "    server = real(port)\n"
+        "    for words in (b'', b'hello\\n') if port == 0 else ():\n"
+        "        stranger = socket.create_connection(('127.0.0.1', server.getsockname()[1]))\n"
+        "        stranger.sendall(words); held.append(stranger)\n"
+        "    return server\n"
+        "processes._server = opened\n"
+        "processes.start(f'127.0.0.1:{sys.argv[1]}', 2, int(sys.argv[2])); begin = time.monotonic()\n"
+        "print(processes.exchange(processes.index()), flush=True); processes.leave()"
+    )
+    port = free_port()
+    runs = [
+        subprocess.Popen([sys.executable, "-c", program, str(port), str(i)], cwd=ROOT, env=environment, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for i in range(2)
+    ]  # fmt: skip
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outs
+    assert [out.splitlines()[-1] for out, _ in outs] == ["[0, 1]"] * 2
+
+
+def test_devices_must_be_equally_many(command, train_flags, tmp_path):
+    port = free_port()
+    runs = [
+        command("jaxrec.train", *train_flags(tmp_path, *TOGETHER), f"--simulate_cpu_devices={1 + 2 * i}",
+                f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={i}")
+        for i in range(2)
+    ]  # fmt: skip
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert [run.returncode for run in runs] == [2, 2], outs
+    assert all("but have: process 0 1, process 1 3" in err and "Traceback" not in err for _, err in outs), outs

@@ -101,7 +101,9 @@ def main() -> int:
 
 
 def _targets() -> list[Target]:
-    for name in flags.FLAGS.targets:
+    chosen = flags.FLAGS.targets
+    require(0 < len(chosen) == len(set(chosen)), f"--targets is {','.join(chosen)!r}, but must name some, each once")
+    for name in chosen:
         require(name in TARGETS, f"--targets has {name!r}, but must name some of: {'; '.join(TARGETS)}")
     return [TARGETS[name] for name in flags.FLAGS.targets]
 

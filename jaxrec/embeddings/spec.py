@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from jaxrec.checks import one_of, require
 from jaxrec.optim.sparse import SparseOptimizerConfig
 from jaxrec.precision import PRECISIONS
@@ -71,6 +73,10 @@ class EmbeddingConfig:
         require(self.init_scale >= 0, f"embedding.init_scale is {self.init_scale}, but must not be negative")
         one_of("--embedding_sharding", self.sharding, CHOICES)
         one_of("--table_dtype", self.dtype, PRECISIONS)
+        require(
+            self.init_scale <= float(jnp.finfo(self.dtype).max),
+            f"embedding.init_scale is {self.init_scale}, which is beyond the largest {self.dtype}, the tables' type",
+        )
         require(
             self.capacity_margin == 0 or 1 <= self.capacity_margin <= 1000,
             f"--capacity_margin is {self.capacity_margin}, but must be from 1 to 1000, or 0 for the worst case",

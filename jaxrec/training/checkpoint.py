@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import logging
 import math
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -111,6 +113,7 @@ class Checkpoints:
         """Starts saving; returns the step. A step that is saved already is deleted before it is written anew."""
         self.wait()
         arrays = to_arrays(program, state)
+        processes.on_first(lambda: self._require_room(sum(a.nbytes for a in arrays.values())))
         step = int(arrays["step"])
         self._policy.best_step = progress.best_step
         metadata: Any = {"identity": identity, "progress": dataclasses.asdict(progress)}
@@ -120,6 +123,14 @@ class Checkpoints:
             step, arrays, custom_metadata=metadata, overwrite=step in self.steps, force=True
         )
         return step
+
+    def _require_room(self, size: int) -> None:
+        """Raises UserError where `size` bytes cannot be written: then Orbax's processes would wait for each other."""
+        could_not = f"the checkpoint could not be written to {self._folder}"
+        usable = self._folder.is_dir() and os.access(self._folder, os.W_OK | os.X_OK)
+        require(usable, f"{could_not}: it is no longer a folder that can be written")
+        free = shutil.disk_usage(self._folder).free
+        require(free > size, f"{could_not}: it takes up to {size:,} bytes, and {free:,} are free")
 
     def wait(self) -> None:
         """Returns once what was begun is written.
@@ -179,7 +190,8 @@ class Checkpoints:
 
     def close(self) -> None:
         self.wait()
-        self._orbax.close()
+        with contextlib.suppress(OSError):  # Of a write that has failed, which `wait` has said.
+            self._orbax.close()
 
     def _unreadable(self, step: int, error: Exception) -> UserError:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -100,10 +100,7 @@ def record(workdir: str, config: Config) -> None:
     Raises:
       UserError: It cannot be written.
     """
-    try:
-        write_json(Path(workdir) / CONFIG_FILE, {"identity": config.identity(), "config": config.as_dict()})
-    except OSError as e:
-        raise _cannot_write(workdir, e.strerror) from e
+    write_json(Path(workdir) / CONFIG_FILE, {"identity": config.identity(), "config": config.as_dict()})
 
 
 def finished(workdir: str, step: int) -> dict[str, Any] | None:
@@ -130,10 +127,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes atomically."""
+    """Writes atomically.
+
+    Raises:
+      UserError: It cannot be written.
+    """
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(value, indent=2) + "\n")
+        os.replace(temporary, path)
+    except OSError as e:
+        raise UserError(f"{path} cannot be written ({e.strerror}), but must be a file that can be") from e
 
 
 def _cannot_write(workdir: str, why: str | None) -> UserError:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
+from jaxrec.checks import UserError
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -19,13 +21,19 @@ class MetricWriter:
 
     On a resumed run, lines past the restored step are cut from `metrics.jsonl`, and evaluations that the checkpoint
     does not know of: they come again. TensorBoard is told to ignore its events past that step.
+
+    Raises:
+      UserError: The file cannot be written.
     """
 
     def __init__(self, workdir: str, restored_step: int, evaluated_step: int):
         path = Path(workdir) / METRICS_FILE
-        if path.exists():
-            _cut(path, {"train": restored_step, "validation": evaluated_step})
-        self._lines = path.open("a")
+        try:
+            if path.exists():
+                _cut(path, {"train": restored_step, "validation": evaluated_step})
+            self._lines = path.open("a")
+        except OSError as e:
+            raise UserError(f"{path} cannot be written ({e.strerror}), but must be a file that can be") from e
         # The suffix: files are named by the second, and a run resumed within it would empty the earlier one's.
         suffix = f".{time.time_ns()}"
         self._events = SummaryWriter(
