@@ -77,7 +77,8 @@ def print_summary(summary: dict) -> None:
     print(
         f"steps       {summary['steps']} (best {summary['best_step']}), {summary['samples_per_second']:,.0f} samples/s"
     )
-    print(f"time        {summary['seconds']:.1f} s: {shares}")
+    # A resumed run's times are those of the process that ended it.
+    print(f"time        {summary['seconds']:.1f} s for {summary['steps_this_process']} steps: {shares}")
     print("start-up    " + "  ".join(f"{k} {v:.1f} s" for k, v in summary["startup_seconds"].items()))
 
 

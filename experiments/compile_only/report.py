@@ -38,6 +38,13 @@ def render(record: Mapping[str, Any]) -> str:
         f"The step is that of `{record['config']}` with row-wise Adagrad, products in bfloat16, and "
         f"{record['rows_of_device']:,} rows of the batch a device (Zipf ids, {_capacity_note()}).",
         "",
+        "Layouts:",
+        "",
+        *(
+            f"- {name}: tables {sharding} in {dtype}, dense parameters {'split over model (fsdp)' if dense == 'fsdp' else 'whole'}"
+            for name, (sharding, dtype, dense) in record["layouts"].items()
+        ),
+        "",
         "## Memory of a device, MiB",
         "",
         "| target | layout | state and batch | temporaries | not aliased | total | of the device's memory | tables copied a step |",
@@ -95,10 +102,13 @@ def render(record: Mapping[str, Any]) -> str:
         "",
         "## What limits the conclusion",
         "",
+        "Temporaries are each compiler's own choice, and differ between targets and layouts in ways that the layout alone does not "
+        "explain; the simulated devices' are XLA:CPU's. `not aliased` is what a step returns in new memory: 0 says that the whole "
+        "state is updated in place, as far as the interface of the program tells. "
         "Nothing was run: no time, no overlap of communication and computation, no fragmentation of memory. Bytes received are "
         "exact for all but `all-reduce`, for which a ring is assumed. Operations inside a loop count once; the step has none "
         "around a collective. `received` covers all links alike, within a host and between hosts. A compiler may turn "
-        "one kind of operation into another (on the TPUs the `all-gather` of row numbers became an `all-reduce`), and hold "
+        "one kind of operation into another (on the TPUs the `all-gather` of row numbers became an `all-reduce`, and fsdp's `reduce-scatter` too), and hold "
         "buffers that `memory_analysis` does not list. The worst case is what would cross the wire if every id of a device's "
         "batch were another row of one shard; the exchange holds the most that was measured, times a margin.",
         "",
@@ -119,8 +129,9 @@ def _answer(targets: Mapping[str, Any], layouts: list[str], total: Any, value: A
     for target in targets:
         by_layout = {layout: total(target, layout) for layout in layouts}
         least, most = min(by_layout, key=by_layout.__getitem__), max(by_layout, key=by_layout.__getitem__)
-        parts.append(
-            f"{target}: {by_layout[least] / 2**20:,.0f} MiB a device ({least}) to {by_layout[most] / 2**20:,.0f} MiB ({most}), "
-            f"{value(target, least, 'received') / 2**20:,.0f} and {value(target, most, 'received') / 2**20:,.0f} MiB received a step"
-        )
+        said = [
+            f"{layout} needs {by_layout[layout] / 2**20:,.0f} MiB and receives {value(target, layout, 'received') / 2**20:,.0f} a step"
+            for layout in (least, most)
+        ]
+        parts.append(f"{target}: on a device {', '.join(said)}")
     return "; ".join(parts) + "."

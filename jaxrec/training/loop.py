@@ -111,6 +111,8 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             program, dense = setup.build_program(config, dataset, batches)
             state = setup.initial_state(program, dense)
             window = setup.new_window(program)
+        rows = ", ".join(f"{name} {split.rows:,}" for name, split in dataset.splits.items())
+        say(f"data        {dataset.name}: {rows} rows")
         for line in _description(config, program):
             say(line)
         with clock.phase("restore"):
