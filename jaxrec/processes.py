@@ -10,6 +10,7 @@ With one process, which is the default, everything here returns at once.
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import secrets
@@ -116,7 +117,11 @@ def _in_main_thread() -> bool:
 
 def _server(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise
     return socket.create_server(("", port))
 
 
