@@ -14,7 +14,7 @@ import numpy as np
 import plain_step
 import pytest
 from cover import FULL, cases
-from test_step import BASE, DATASET, SCHEMA, B, batch, host, start
+from test_step import BASE, DATASET, SCHEMA, B, batch, build, host, start
 
 from jaxrec.embeddings.spec import SHARDINGS
 from jaxrec.fsdp import DENSE_SHARDINGS
@@ -47,6 +47,13 @@ def config_of(sharding, dense_sharding, precision, table_dtype, optimizer, mesh)
         precision=precision,
         dense_sharding=dense_sharding,
     )
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """A compiled program takes some hundred memory maps, of which Linux gives a process 65,530."""
+    yield
+    build.cache_clear()
 
 
 @functools.cache
