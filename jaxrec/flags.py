@@ -189,12 +189,18 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
         raise
     sys.stdout.flush()
     _leave(status, why)
-    if status:
+    if status and _is_command():
         # A library's thread may never end, after a write that failed for instance.
         late = threading.Timer(10, os._exit, (status,))
         late.daemon = True
         late.start()
     sys.exit(status)
+
+
+def _is_command() -> bool:
+    """Whether this process is a command's own, and not a program that has called one."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name.startswith(("jaxrec.", "experiments."))
 
 
 def _complain(message: str) -> int:
