@@ -89,7 +89,8 @@ TRAIN = {
         ["--matmul=tf32", "--precision=bfloat16"], ["--matmul is 'tf32'", "--precision is 'bfloat16'"]
     ),
     "distributed": (["--distributed=yes"], ["--distributed is 'yes'", "auto, off"]),
-    "process_alone": (["--process_id=1"], ["--process_id is 1", "--coordinator is not given"]),
+    "process_alone": (["--process_id=1"], ["--process_id is 1", "neither is --coordinator"]),
+    "process_off": (["--distributed=off", "--num_processes=2"], ["--num_processes is 2", "--distributed is off"]),
     "coordinator": (["--coordinator=somewhere", "--num_processes=2", "--process_id=0"], ["'somewhere'", "host:port"]),
     "coordinator_port": (["--coordinator=a:99999"], ["--coordinator is 'a:99999'", "host:port"]),
     "num_processes": (["--coordinator=a:1", "--num_processes=0"], ["--num_processes is 0", "at least 1"]),
