@@ -176,6 +176,7 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
         status = _complain(why)
     except UserError as e:
         why = str(e)
+        _others("claim_last_word")
         status = _complain(why)
         logging.disable(logging.CRITICAL)  # All is said; libraries that met the same fault have nothing to add.
     except KeyboardInterrupt:
@@ -188,7 +189,7 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
         _unexpected(e)
         raise
     sys.stdout.flush()
-    _leave(status, why)
+    _others("leave", status, why)
     if status and _is_command():
         # A library's thread may never end, after a write that failed for instance.
         late = threading.Timer(10, os._exit, (status,))
@@ -222,8 +223,9 @@ def _unexpected(error: Exception) -> None:
             processes.leave(1, f"{type(error).__name__}: {error}")
 
 
-def _leave(status: int, why: str) -> None:
-    if "jaxrec.processes" in sys.modules:  # Else there are no others.
+def _others(call: str, *arguments: Any) -> None:
+    """Calls a function of `jaxrec.processes`, if there may be other processes."""
+    if "jaxrec.processes" in sys.modules:
         from jaxrec import processes
 
-        processes.leave(status, why)
+        getattr(processes, call)(*arguments)

@@ -223,6 +223,13 @@ def all_end() -> None:
         _Watch.current.closing = True
 
 
+def claim_last_word() -> None:
+    """To be called before this process says why it fails. Where the watch is saying it already, it does not return."""
+    if _Watch.current is not None:
+        with _Watch.current.last_word:
+            _Watch.current.has_last_word = False
+
+
 def leave(status: int = 0, why: str = "") -> None:
     """To be called when the process is about to end.
 
@@ -277,6 +284,7 @@ class _Watch:
     Attributes:
       exchanges: How many `exchange`s there were.
       closing: The processes are ending as agreed; whoever vanishes is not missed.
+      last_word: Held by who says why this process ends: its own thread, or the watch if `has_last_word`.
     """
 
     current: _Watch | None = None
@@ -284,6 +292,7 @@ class _Watch:
     def __init__(self):
         self.exchanges = 0
         self.closing = False
+        self.last_word, self.has_last_word = threading.Lock(), True
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._connections: dict[int, socket.socket] = {}
@@ -411,7 +420,9 @@ class _Watch:
 
     def _end(self, said: dict[str, Any], but: int = -1) -> None:
         """Ends this process, and tells the others why."""
-        if self.closing:
+        self.last_word.acquire()
+        if self.closing or not self.has_last_word:
+            self.last_word.release()
             return
         self.closing = True
         self.tell(said, but=but)

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cover import FULL
 from train_layouts import LAYOUTS, NARROW
 
 ROOT = Path(__file__).parent.parent
+# Over which one and two processes are compared; all 200 take a minute and a half more.
+STEPS = 200 if FULL else 60
 TOGETHER = ("--mesh=data:2,model:2", "--embedding_sharding=row", "--dense_sharding=fsdp")
 
 
@@ -33,13 +36,13 @@ def lines(workdir: Path, kind: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def trained(environment, tmp_path_factory) -> dict[int, Path]:
     """By number of processes: the folder of the runs of all layouts, on 4 devices in all."""
-    folders, steps = {}, 200
+    folders = {}
     for count in (2, 1):
         folder, port = tmp_path_factory.mktemp(f"by{count}"), free_port()
         program = ROOT / "tests" / "train_layouts.py"
         runs = [
             subprocess.Popen(
-                [sys.executable, program, folder, *map(str, (steps, count, i, port))],
+                [sys.executable, program, folder, *map(str, (STEPS, count, i, port))],
                 cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for i in range(count)
@@ -54,13 +57,13 @@ def trained(environment, tmp_path_factory) -> dict[int, Path]:
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_two_processes_equal_one(trained, layout):
     two, one = (lines(trained[count] / layout, "train") for count in (2, 1))
-    assert [line["step"] for line in two] == [line["step"] for line in one] == list(range(1, 201))
+    assert [line["step"] for line in two] == [line["step"] for line in one] == list(range(1, STEPS + 1))
     losses = np.array([[line["loss"] for line in run] for run in (two, one)])
     # Where weights are rounded to few bits, an ulp of float32 may in time decide how; the losses then part, by less
     # than a step of bfloat16.
     np.testing.assert_allclose(losses[0], losses[1], rtol=2.0**-8 if layout in NARROW else 1e-6, atol=0)
     np.testing.assert_allclose(losses[0][:10], losses[1][:10], rtol=1e-6, atol=0)
-    assert len(set(losses[0])) > 190
+    assert len(set(losses[0])) > 0.95 * STEPS
     ours, theirs = (json.loads((trained[count] / layout / "summary.json").read_text()) for count in (2, 1))
     assert (ours["processes"], theirs["processes"]) == (2, 1)
     for split in ("validation", "test"):

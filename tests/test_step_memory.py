@@ -67,13 +67,13 @@ def compiled(sharding: str, sizes: tuple[int, int], rows: int, dtype: str):
 
 @pytest.mark.parametrize("sharding", ["row", "column"])
 def test_memory_of_a_device_falls_with_model(sharding):
-    """Weights and optimizer rows of tables split over 1, 2, 4 and 8 devices; `column` has one scratch for all."""
-    held = [compiled(sharding, (1, model), SMALL, "float32")[1].argument_size_in_bytes for model in (1, 2, 4, 8)]
+    """Weights and optimizer rows of tables split over 1, 2 and 8 devices; `column` has one scratch for all."""
+    held = [compiled(sharding, (1, model), SMALL, "float32")[1].argument_size_in_bytes for model in (1, 2, 8)]
     whole = 4 * 2 * SMALL * len(SPARSE_OPTIMIZERS) if sharding == "column" else 0  # The scratch.
     of_row = sum(1 for o in SPARSE_OPTIMIZERS for wide in row_rule(SparseOptimizerConfig(o)).slots.values() if not wide)
     whole += 4 * 2 * SMALL * of_row if sharding == "column" else 0  # Row-wise Adagrad's one number a row.
-    for k, size in enumerate(held):
-        assert size - whole == pytest.approx((held[0] - whole) / 2**k, rel=0.01)
+    for model, size in zip((1, 2, 8), held, strict=True):
+        assert size - whole == pytest.approx((held[0] - whole) / model, rel=0.01)
 
 
 @pytest.mark.parametrize(
