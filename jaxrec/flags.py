@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -176,7 +175,8 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
         status = _complain(why)
     except UserError as e:
         why = str(e)
-        _others("claim_last_word")
+        if others := _processes():
+            others.claim_last_word()
         status = _complain(why)
         logging.disable(logging.CRITICAL)  # All is said; libraries that met the same fault have nothing to add.
     except KeyboardInterrupt:
@@ -186,10 +186,12 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
     except SystemExit as e:  # By --help, or by a signal.
         status, why = e.code if isinstance(e.code, int) else 0, "stopped by a signal"
     except Exception as e:
-        _unexpected(e)
+        if others := _processes():
+            others.fail(e)
         raise
     sys.stdout.flush()
-    _others("leave", status, why)
+    if others := _processes():
+        others.leave(status, why)
     if status and _is_command():
         # A library's thread may never end, after a write that failed for instance.
         late = threading.Timer(10, os._exit, (status,))
@@ -209,23 +211,6 @@ def _complain(message: str) -> int:
     return 2
 
 
-def _unexpected(error: Exception) -> None:
-    """With several processes, an exception may be the sign that another is lost, and is to be told to the others."""
-    if "jaxrec.processes" in sys.modules:
-        import jax
-
-        from jaxrec import processes
-
-        if processes.count() > 1:
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                processes.await_verdict()
-            traceback.print_exc()
-            processes.leave(1, f"{type(error).__name__}: {error}")
-
-
-def _others(call: str, *arguments: Any) -> None:
-    """Calls a function of `jaxrec.processes`, if there may be other processes."""
-    if "jaxrec.processes" in sys.modules:
-        from jaxrec import processes
-
-        getattr(processes, call)(*arguments)
+def _processes() -> Any:
+    """Returns the module `processes` where it is in use; where it was never imported there are no others."""
+    return sys.modules.get("jaxrec.processes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -132,18 +133,12 @@ def to_host(array: jax.Array) -> np.ndarray | None:
         return np.array(array) if processes.is_first() else None
     mesh, spec = array.sharding.mesh, array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
     model = mesh.shape["model"]
-    wide = tuple(spec) == (None, "model")
+    wide = _is_wide(spec)
     rows = array.shape[0] if wide else array.shape[0] // model
     row_bytes = array.dtype.itemsize * math.prod(array.shape[1:]) * (1 if wide else model)
     piece = max(1, min(rows, PIECE_BYTES // max(row_bytes, 1)))
 
-    def gather(part: jax.Array, start: jax.Array) -> jax.Array:
-        rows = jax.lax.dynamic_slice_in_dim(part, start, piece)
-        return jax.lax.all_gather(rows, "model", axis=1 if wide else 0, tiled=wide)
-
-    program = jax.jit(
-        jax.shard_map(gather, mesh=mesh, in_specs=(spec, REPLICATED), out_specs=REPLICATED, check_vma=False)
-    )
+    program = _gather_pieces(mesh, spec, piece)
     first = processes.is_first()
     whole = np.empty(array.shape if wide else (model, rows, *array.shape[1:]), array.dtype) if first else None
     for start in range(0, rows, piece):
@@ -152,6 +147,23 @@ def to_host(array: jax.Array) -> np.ndarray | None:
         if whole is not None:
             whole[(slice(start, start + piece),) if wide else (slice(None), slice(start, start + piece))] = received
     return None if whole is None else whole.reshape(array.shape)
+
+
+def _is_wide(spec: PartitionSpec) -> bool:
+    """Whether columns are split, not rows."""
+    return tuple(spec) == (None, "model")
+
+
+@functools.cache
+def _gather_pieces(mesh: Mesh, spec: PartitionSpec, piece: int) -> jax.stages.Wrapped:
+    """Returns the jitted function (array, first row) -> `piece` rows of every shard; made once, so compiled once."""
+    wide = _is_wide(spec)
+
+    def gather(part: jax.Array, start: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(part, start, piece)
+        return jax.lax.all_gather(rows, "model", axis=1 if wide else 0, tiled=wide)
+
+    return jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=(spec, REPLICATED), out_specs=REPLICATED, check_vma=False))
 
 
 def device_index() -> jax.Array:

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -253,10 +254,17 @@ def leave(status: int = 0, why: str = "") -> None:
     _exit(status)
 
 
-def await_verdict() -> None:
-    """To be called when a collective has failed: returns if the watch names no lost process within its time."""
-    if _Watch.current is not None:
+def fail(error: Exception) -> None:
+    """To be called on an error that nobody expected: with other processes it tells them, and does not return.
+
+    The error may be the sign that another process is lost: the watch, which knows which, then has the word first.
+    """
+    if _Watch.current is None:
+        return
+    if isinstance(error, jax.errors.JaxRuntimeError):
         time.sleep(LOST_AFTER + 5)
+    traceback.print_exception(error)
+    leave(1, f"{type(error).__name__}: {error}")
 
 
 def _exit(status: int) -> None:

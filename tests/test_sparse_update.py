@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_step
 import pytest
 from cover import cases
 
@@ -123,30 +124,14 @@ def reference_merge(step: Step, combiner: str):
 def reference_update(optimizer: str, gradient: np.ndarray, before: dict[str, np.ndarray], step: int):
     """Returns in float64, by part: new values, and the sum of the absolute terms that each was made of."""
     config = OPTIMIZERS[optimizer]
-    g, rate = gradient.astype(np.float64), config.learning_rate * RATE
-    old = {part: value.astype(np.float64) for part, value in before.items()}
-    w = old["weights"]
-    size = np.abs(g)  # Of the terms that the direction is made of.
-    slots, sizes, optimizer = {}, {}, config.name
-    if optimizer == "sgd":
-        direction = g
-    elif optimizer == "momentum":
-        direction = slots["momentum"] = config.b1 * old["momentum"] + g
-        size = sizes["momentum"] = config.b1 * np.abs(old["momentum"]) + size
-    elif optimizer == "adam":
-        slots["first"] = config.b1 * old["first"] + (1 - config.b1) * g
-        sizes["first"] = config.b1 * np.abs(old["first"]) + (1 - config.b1) * size
-        slots["second"] = sizes["second"] = config.b2 * old["second"] + (1 - config.b2) * g**2
-        root = np.sqrt(slots["second"] / (1 - config.b2 ** (step + 1))) + config.eps
-        direction, size = (x / (1 - config.b1 ** (step + 1)) / root for x in (slots["first"], sizes["first"]))
-    else:
-        square = (g**2).mean(axis=1) if optimizer == "rowwise_adagrad" else g**2
-        slots["accumulator"] = sizes["accumulator"] = old["accumulator"] + square
-        root = np.sqrt(slots["accumulator"]) + config.eps
-        direction = g / (root[:, None] if optimizer == "rowwise_adagrad" else root)
-        size = np.abs(direction)
-    delta = -rate * direction - rate * config.weight_decay * w
-    return {"weights": w + delta, **slots}, {"weights": np.abs(w) * (1 + rate) + rate * size, **sizes}
+    g, rate, w = gradient.astype(np.float64), config.learning_rate * RATE, before["weights"].astype(np.float64)
+    old = {part: v.reshape(len(v), -1) for part, v in before.items() if part != "weights"}
+    expected, slots = plain_step.update(config, w, g, old, rate, step)
+    # The same of absolute values, from weights 0: what it subtracts is the size of the direction times the rate.
+    absolute = {part: np.abs(v) for part, v in old.items()}
+    minus, sizes = plain_step.update(config, np.zeros_like(w), np.abs(g), absolute, rate, step)
+    shaped = [{part: v.reshape(before[part].shape) for part, v in s.items()} for s in (slots, sizes)]
+    return {"weights": expected, **shaped[0]}, {"weights": np.abs(w) * (1 + rate) - minus, **shaped[1]}
 
 
 @functools.cache

@@ -36,7 +36,8 @@ def render(record: Mapping[str, Any]) -> str:
         "about speed.",
         "",
         f"The step is that of `{record['config']}` with row-wise Adagrad, products in bfloat16, and "
-        f"{record['rows_of_device']:,} rows of the batch a device (Zipf ids, {_capacity_note()}).",
+        f"{record['rows_of_device']:,} rows of the batch a device (Zipf ids, exchange capacities "
+        "measured on batches of the same law).",
         "",
         "Layouts:",
         "",
@@ -120,17 +121,13 @@ def render(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _capacity_note() -> str:
-    return "exchange capacities measured on batches of the same law"
-
-
 def _answer(targets: Mapping[str, Any], layouts: list[str], total: Any, value: Any) -> str:
     parts = []
     for target in targets:
         by_layout = {layout: total(target, layout) for layout in layouts}
         least, most = min(by_layout, key=by_layout.__getitem__), max(by_layout, key=by_layout.__getitem__)
         said = [
-            f"{layout} needs {by_layout[layout] / 2**20:,.0f} MiB and receives {value(target, layout, 'received') / 2**20:,.0f} a step"
+            f"{layout} needs {by_layout[layout] / 2**20:,.0f} MiB and receives {value(target, layout, 'received') / 2**20:,.0f} MiB a step"
             for layout in (least, most)
         ]
         parts.append(f"{target}: on a device {', '.join(said)}")

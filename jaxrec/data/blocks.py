@@ -15,7 +15,6 @@ import bisect
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import itertools
 import json
 import math
@@ -29,7 +28,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from jaxrec.checks import UserError, require
+from jaxrec.checks import UserError, import_package, require
 from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.schema import Block, Blocks
 from jaxrec.data.timelines import Timelines
@@ -588,7 +587,4 @@ def _progress(what: str, blocks: int) -> Iterator[Callable[[], object]]:
 
 
 def _import(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"reading or preparing data needs the package {package}: pip install {package}") from error
+    return import_package(module, f"reading or preparing data needs the package {package}", package)

@@ -9,7 +9,6 @@ import codecs
 import csv as csv_module
 import dataclasses
 import gzip
-import importlib
 import io
 import math
 import zlib
@@ -19,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from jaxrec.checks import UserError, require
+from jaxrec.checks import UserError, import_package, require
 
 # Bytes of text that are parsed at a time.
 PIECE_BYTES = 8 << 20
@@ -283,7 +282,4 @@ class _Separated:
 
 
 def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as e:
-        raise UserError("reading tables of text needs the package pyarrow: pip install 'jaxrec[prepare]'") from e
+    return import_package(module, "reading tables of text needs the package pyarrow", "'jaxrec[prepare]'")

@@ -229,9 +229,6 @@ class Plan:
     groups: tuple[Group, ...]
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def group(self, name: str) -> Group:
-        return next(g for g in self.groups if g.name == name)
-
     @property
     def tables(self) -> tuple[TableSpec, ...]:
         return tuple(t for g in self.groups for t in g.tables)

