@@ -42,7 +42,7 @@ def prepare_movielens(path: Path, data_dir: str, max_bad_rows: int) -> dict:
             not folder.exists(),
             f"{folder} exists already; train on it with --set=data.variant={source.variant}, or delete it",
         )
-        ratings = movielens_files.read(source, bad_rows)
+        ratings, rows_in = movielens_files.read(source, bad_rows)
         rows = movielens.write(folder, ratings, f"MovieLens {source.variant}, {source.layout.ratings}")
     for said in bad_rows.first:
         print(f"left out    {said}")
@@ -50,8 +50,7 @@ def prepare_movielens(path: Path, data_dir: str, max_bad_rows: int) -> dict:
     require(rows == read, f"{folder} has {rows} rows, but {read} were read; delete it")
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     return {
-        "dataset": folder.name, "rows_in": read + bad_rows.count, "rows_out": rows, "bad_rows": bad_rows.count,
-        "bytes": size,
+        "dataset": folder.name, "rows_in": rows_in, "rows_out": rows, "bad_rows": bad_rows.count, "bytes": size,
     }  # fmt: skip
 
 

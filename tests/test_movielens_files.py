@@ -31,7 +31,7 @@ def need(name: str) -> Path:
 def read(path: Path, allowed: int = 0):
     bad_rows = BadRows(allowed)
     with movielens_files.find(path) as source:
-        return source.variant, movielens_files.read(source, bad_rows), bad_rows
+        return source.variant, movielens_files.read(source, bad_rows)[0], bad_rows
 
 
 def test_100k():
@@ -86,6 +86,21 @@ def test_malformed_rows_are_named_and_counted(tmp_path):
         read(folder, 1)
     _, ratings, bad_rows = read(folder, 2)
     assert ratings.user.tolist() == [1, 4] and ratings.rating.tolist() == [4, 3.5] and bad_rows.count == 2
+
+
+def test_a_malformed_movie_is_no_rating(tmp_path, monkeypatch):
+    """It is counted among the malformed rows, but neither completes an archive nor makes it too long."""
+    monkeypatch.setitem(movielens_files.COUNTS, "1m", 3)
+    folder = write_1m(tmp_path / "ml-1m")
+    with (folder / "movies.dat").open("a") as f:
+        f.write("x::A (2000)::Drama\n")
+    bad_rows = BadRows(1)
+    with movielens_files.find(folder) as source:
+        ratings, rows_in = movielens_files.read(source, bad_rows)
+    assert (len(ratings.user), rows_in, bad_rows.count, len(ratings.movies)) == (3, 3, 1, 2)
+    monkeypatch.setitem(movielens_files.COUNTS, "1m", 4)
+    with pytest.raises(UserError, match="has 3 ratings, but MovieLens 1m has 4"):
+        read(folder, 1)
 
 
 @pytest.mark.parametrize(

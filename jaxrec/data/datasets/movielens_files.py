@@ -127,13 +127,14 @@ def _variant(path: Path, folder: str, layout: Layout) -> str:
     )
 
 
-def read(source: Source, bad_rows: BadRows) -> Ratings:
-    """Reads both tables.
+def read(source: Source, bad_rows: BadRows) -> tuple[Ratings, int]:
+    """Reads both tables; returns them, and the rows in the file of ratings, malformed ones included.
 
     Raises:
       UserError: A file is not what its archive has, or has too many malformed rows.
     """
     movies, titles, genres = _catalogue(source, bad_rows)
+    bad_movies = bad_rows.count
     parts: list[tuple[np.ndarray, ...]] = []
     layout, path = source.layout, source.where / source.layout.ratings
     with _file(source, layout.ratings) as data:
@@ -150,14 +151,15 @@ def read(source: Source, bad_rows: BadRows) -> Ratings:
                 bad[np.flatnonzero(~bad)[wrong]] = True
             parts.append(tuple(columns))
     user, movie, rating, timestamp = (np.concatenate([p[i] for p in parts] or [np.empty(0)]) for i in range(4))
-    expected = COUNTS.get(source.variant)
-    if expected is not None and len(user) + bad_rows.count != expected:
+    rows_in, expected = len(user) + bad_rows.count - bad_movies, COUNTS.get(source.variant)
+    if expected is not None and rows_in != expected:
         raise UserError(
             f"{path} has {len(user):,} ratings, but MovieLens {source.variant} has {expected:,}: it is cut, or "
             "of another name"
         )
     require(len(user) > 0, f"{path} holds no ratings")
-    return Ratings(user, movie, rating, timestamp, movies, np.array([_year(t) for t in titles]), genres)
+    years = np.array([_year(t) for t in titles])
+    return Ratings(user, movie, rating, timestamp, movies, years, genres), rows_in
 
 
 def _catalogue(source: Source, bad_rows: BadRows) -> tuple[np.ndarray, list[str], np.ndarray]:
