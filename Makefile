@@ -10,12 +10,13 @@ BIN := $(VENV)/bin
 train: $(VENV)/installed
 	$(BIN)/python -m jaxrec.train --config=dlrm_movielens --workdir=$(RUN)
 
+# Two workers: more would need more memory than most machines have to spare. A module's tests stay together.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
 # All combinations instead of a pairwise cover: hours on 2 cores.
 test-full: $(VENV)/installed
-	JAXREC_FULL=1 $(BIN)/python -m pytest
+	JAXREC_FULL=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

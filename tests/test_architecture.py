@@ -83,7 +83,7 @@ def test_pytorch_is_never_imported():
 
 
 def test_tensorflow_datasets_only_where_blocks_are_built():
-    allowed = ("jaxrec.data.datasets", "jaxrec.data.blocks")
+    allowed = ("jaxrec.data.datasets", "jaxrec.data.block_writer")
     users = {m for m, target, _ in all_imports() if target.split(".")[0] == "tensorflow_datasets"}
     assert not [m for m in users if not m.startswith(allowed)]
 

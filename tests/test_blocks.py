@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxrec.checks import UserError
-from jaxrec.data import blocks
+from jaxrec.data import block_writer, blocks
 from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.timelines import Timelines
 
@@ -60,8 +60,8 @@ def make_splits(rows=(50, 16, 0)):
 
 def prepare(data_dir, splits=None, timelines=None):
     folder = data_dir / "few-1.0.0"
-    given = {name: blocks.counted(split) for name, split in (splits or make_splits()).items()}
-    blocks.prepare(folder, FACTS, COLUMNS, given, timelines)
+    given = {name: block_writer.counted(split) for name, split in (splits or make_splits()).items()}
+    block_writer.prepare(folder, FACTS, COLUMNS, given, timelines)
     return folder
 
 
@@ -110,7 +110,7 @@ def test_round_trip(tmp_path, rows):
 
 
 def test_many_files_keep_the_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCKS_PER_FILE", 3)
+    monkeypatch.setattr(block_writer, "BLOCKS_PER_FILE", 3)
     splits = make_splits((16 * 35, 16, 0))
     folder = prepare(tmp_path, splits)
     assert len(list(folder.glob("rows/1.0.0/rows-train.array_record-*"))) == 12
@@ -169,9 +169,9 @@ def test_existing_folders_are_left_alone(tmp_path):
 
 @pytest.mark.parametrize("announced", [49, 51, 64, 65, 200, 16])
 def test_row_counts_that_differ_are_refused(tmp_path, announced):
-    given = blocks.counted(make_splits()["train"])[1]
+    given = block_writer.counted(make_splits()["train"])[1]
     with pytest.raises(UserError) as error:
-        blocks.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": (announced, given)})
+        block_writer.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": (announced, given)})
     assert_one_sentence(error, "split train", "has 50 rows", f"must have {announced}")
     assert [path.name for path in tmp_path.iterdir()] == [".few-1.0.0.lock"]
 
@@ -179,7 +179,7 @@ def test_row_counts_that_differ_are_refused(tmp_path, announced):
 def test_malformed_blocks_are_refused(tmp_path):
     def of(columns):
         split = ArrayBlocks(columns, FACTS.block_rows)
-        blocks.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": blocks.counted(split)})
+        block_writer.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": block_writer.counted(split)})
 
     columns = make_columns(20)
     with pytest.raises(ValueError, match="must have the columns"):
@@ -190,7 +190,7 @@ def test_malformed_blocks_are_refused(tmp_path):
         of({**columns, "dense": columns["dense"][:, :2]})
     with pytest.raises(ValueError, match="every block but the last"):
         given = iter([ArrayBlocks(make_columns(5))[0], ArrayBlocks(make_columns(16))[0]])
-        blocks.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": (21, given)})
+        block_writer.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": (21, given)})
 
 
 def test_rows_that_read_back_differently_are_refused(tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     def write(*_):
         raise RuntimeError("write() failed: No space left on device; writing rows")
 
-    monkeypatch.setattr(blocks, "_write", write)
+    monkeypatch.setattr(block_writer, "_write", write)
     with pytest.raises(UserError) as error:
         prepare(tmp_path)
     assert_one_sentence(error, "--data_dir", str(tmp_path), "no room left")
@@ -344,7 +344,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import test_blocks as t
-from jaxrec.data import blocks
+from jaxrec.data import block_writer, blocks
 def given(split):
     for i in range(len(split)):
         if i == 2:
@@ -352,7 +352,7 @@ def given(split):
             {then}
         yield split[i]
 split = t.make_splits()["train"]
-blocks.prepare(Path({data_dir!r}) / "few-1.0.0", t.FACTS, t.COLUMNS, {{"train": (split.rows, given(split))}})
+block_writer.prepare(Path({data_dir!r}) / "few-1.0.0", t.FACTS, t.COLUMNS, {{"train": (split.rows, given(split))}})
 print("done", flush=True)
 """
 
@@ -367,7 +367,7 @@ def test_an_exception_leaves_nothing(tmp_path):
         raise UserError("the source ended")
 
     with pytest.raises(UserError, match=r"^the source ended$"):
-        blocks.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": (50, given())})
+        block_writer.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": (50, given())})
     assert [path.name for path in tmp_path.iterdir()] == [".few-1.0.0.lock"]
     blocks.read(prepare(tmp_path))
 
@@ -404,7 +404,7 @@ def test_two_processes_prepare_at_once(tmp_path):
 
 
 def test_without_locks_the_slower_process_discards_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "_wait_for", lambda *_: False)
+    monkeypatch.setattr(block_writer, "_wait_for", lambda *_: False)
     split = make_splits()["train"]
 
     def given():
@@ -412,14 +412,14 @@ def test_without_locks_the_slower_process_discards_its_folder(tmp_path, monkeypa
         prepare(tmp_path, {"train": split})  # another process, which began later and was faster
         yield from (split[i] for i in range(1, len(split)))
 
-    blocks.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": (50, given())})
+    block_writer.prepare(tmp_path / "few-1.0.0", FACTS, COLUMNS, {"train": (50, given())})
     assert_equal(blocks.read(tmp_path / "few-1.0.0").splits["train"], split)
     assert sorted(os.listdir(tmp_path)) == [".few-1.0.0.lock", "few-1.0.0"]
 
 
 def test_the_manifest_describes_the_rows_whatever_the_files(tmp_path, monkeypatch):
     one = json.loads((prepare(tmp_path / "a") / "manifest.json").read_text())
-    monkeypatch.setattr(blocks, "BLOCKS_PER_FILE", 1)
+    monkeypatch.setattr(block_writer, "BLOCKS_PER_FILE", 1)
     other = json.loads((prepare(tmp_path / "b") / "manifest.json").read_text())
     assert len(other["splits"]["train"]["files"]) == 4
     assert one["splits"]["train"]["sha256"] == other["splits"]["train"]["sha256"]
@@ -432,7 +432,7 @@ def test_columns_without_elements_come_back(tmp_path):
     rows = {**make_columns(50), "dense": np.zeros((50, 0), np.float32)}
     split = ArrayBlocks(rows, FACTS.block_rows)
     folder = tmp_path / "few-1.0.0"
-    blocks.prepare(folder, facts, blocks.columns_of(rows), {"train": blocks.counted(split)})
+    block_writer.prepare(folder, facts, blocks.columns_of(rows), {"train": block_writer.counted(split)})
     got = blocks.read(folder).splits["train"]
     for k in range(len(split)):
         assert got[k]["dense"].shape == (len(split[k]["labels"]), 0)

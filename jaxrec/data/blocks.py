@@ -1,4 +1,4 @@
-"""Data sets on disk: columnar blocks of rows, written once through TensorFlow Datasets, without TensorFlow.
+"""Prepared data sets: columnar blocks of rows on disk, which `block_writer` has written.
 
     <data_dir>/<name>-<version>/
       manifest.json    what the folder holds; its presence says that the preparation was completed
@@ -12,31 +12,22 @@ array_record files directly: TFDS takes longer to import and to decode, and know
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
-import os
-import shutil
-import sys
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from jaxrec.checks import UserError, import_package, require
-from jaxrec.data.arrays import ArrayBlocks
-from jaxrec.data.schema import Block, Blocks
+from jaxrec.checks import UserError, import_package
+from jaxrec.data.schema import Block
 from jaxrec.data.timelines import Timelines
 
 FORMAT = 1
 BLOCK_ROWS = 8192
-# TFDS holds a file's blocks in memory while it writes the file.
-BLOCKS_PER_FILE = 64
 OWNER = "owner"  # the column of `timelines/` that says whose event it is
 
 
@@ -100,14 +91,6 @@ def columns_of(block: Block) -> dict[str, Column]:
     }
 
 
-def counted(blocks: Blocks) -> tuple[int, Iterator[Block]]:
-    """What `prepare` takes of a split: its rows and its blocks in order."""
-    return blocks.rows, map(blocks.__getitem__, range(len(blocks)))
-
-
-# --- Reading ---------------------------------------------------------------------------------------------------------
-
-
 class FileBlocks:
     """A split in array_record files, as `schema.Blocks`. Threads may read it at the same time; it can be pickled.
 
@@ -166,7 +149,7 @@ class FileBlocks:
         record = index - (self._ends[file - 1] if file else 0)
         try:
             block = _decode(self._readers[file].read([record])[0], self._columns)
-            has = _rows(block, self._columns)
+            has = rows_of(block, self._columns)
         except Exception as error:  # array_record raises RuntimeError, a damaged record may raise anything
             raise _broken(self._paths[file], f"is damaged: record {record} cannot be read", self._folder) from error
         rows = min(self.block_rows, self.rows - index * self.block_rows)
@@ -177,7 +160,7 @@ class FileBlocks:
         return block
 
     def _open(self, path: Path, blocks: int) -> Any:
-        module = _import("array_record.python.array_record_module", "array_record")
+        module = import_for_blocks("array_record.python.array_record_module", "array_record")
         try:
             # Blocks are read in any order, so nothing is read ahead.
             reader = module.ArrayRecordReader(
@@ -243,7 +226,7 @@ def _read_timelines(folder: Path, entry: Mapping[str, Any] | None, facts: Facts)
     return Timelines(offsets, columns, facts.name)
 
 
-def _rows(block: Block, columns: Mapping[str, Column]) -> int:
+def rows_of(block: Block, columns: Mapping[str, Column]) -> int:
     """Rows of a block whose columns are those described.
 
     Raises:
@@ -324,267 +307,6 @@ def _broken(path: Path, what: str, folder: Path | None = None) -> UserError:
     return UserError(f"{path} {what}: delete the folder {folder or path.parent} so that it is prepared again")
 
 
-# --- Writing ---------------------------------------------------------------------------------------------------------
-
-
-def prepare(
-    folder: Path,
-    facts: Facts,
-    columns: Mapping[str, Column],
-    splits: Mapping[str, tuple[int, Iterable[Block]]],
-    timelines: Timelines | None = None,
-) -> None:
-    """Writes a data set, all of it or nothing; does nothing where the folder exists.
-
-    It is written to a temporary folder beside, read back, compared with what was given, and renamed. Of several
-    processes that prepare the same folder, one writes and the others wait for it.
-
-    Args:
-      folder: `<data_dir>/<name>-<version>`.
-      facts: What the manifest says.
-      columns: Of every block.
-      splits: By name: how many rows there must be, and their blocks, of `facts.block_rows` rows each but the last.
-      timelines: The events, where rows have histories.
-
-    Raises:
-      UserError: The rows given are not as many as announced, the rows read back are not those given, the folder cannot
-        be written, or a package is missing.
-      ValueError: A block is not as `columns` and `facts.block_rows` say.
-    """
-    if folder.name != f"{facts.name}-{facts.version}":
-        raise ValueError(f"folder must be named {facts.name}-{facts.version}, got {folder}")
-    with contextlib.ExitStack() as stack:
-        with _writing_to(folder.parent):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(folder.parent / f".{folder.name}.lock", "w"))
-        alone = _wait_for(lock, folder.name)
-        if folder.exists():
-            return
-        if alone:  # whoever made these was killed
-            for stale in folder.parent.glob(f".{folder.name}.tmp-*"):
-                shutil.rmtree(stale, ignore_errors=True)
-        temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        try:
-            with _writing_to(folder.parent):
-                temporary.mkdir()
-            _write(temporary, facts, columns, splits, timelines)
-            try:
-                temporary.rename(folder)
-            except OSError:
-                # Without locks another process may have been faster. Its folder is as good as ours.
-                if not folder.exists():
-                    raise
-        except Exception as error:
-            if "No space left on device" not in str(error):  # array_record raises RuntimeError
-                raise
-            raise UserError(f"--data_dir is {str(folder.parent)!r}, whose disk has no room left") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _writing_to(data_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"--data_dir is {str(data_dir)!r}, but must be a folder that can be written: {error.strerror}"
-        ) from error
-
-
-def _wait_for(lock: IO[str], name: str) -> bool:
-    """Waits until no other process prepares the data set; False where the file system has no locks."""
-    try:
-        import fcntl  # not on Windows
-
-        # The system drops the lock when its process dies, however it dies.
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{name}: waiting for another process that prepares it", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    except (ImportError, OSError):
-        return False
-    return True
-
-
-def _write(
-    folder: Path,
-    facts: Facts,
-    columns: Mapping[str, Column],
-    splits: Mapping[str, tuple[int, Iterable[Block]]],
-    timelines: Timelines | None,
-) -> None:
-    """Writes and checks the temporary folder, the manifest last."""
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "facts": dataclasses.asdict(facts),
-        "columns": {name: dataclasses.asdict(column) for name, column in columns.items()},
-        "splits": _write_rows(folder, "rows", facts, columns, splits),
-        "timelines": None,
-    }
-    if timelines is not None:
-        owner = np.repeat(np.arange(timelines.owners, dtype=np.int32), np.diff(timelines.offsets))
-        events = ArrayBlocks({OWNER: owner, **timelines.columns}, facts.block_rows)
-        described = columns_of({OWNER: owner, **timelines.columns})
-        given = {"events": counted(events)}
-        manifest["timelines"] = {
-            "owners": timelines.owners,
-            "columns": {name: dataclasses.asdict(column) for name, column in described.items()},
-            **_write_rows(folder, "timelines", facts, described, given),
-        }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-
-
-def _write_rows(
-    folder: Path,
-    dataset: str,
-    facts: Facts,
-    columns: Mapping[str, Column],
-    splits: Mapping[str, tuple[int, Iterable[Block]]],
-) -> dict[str, Any]:
-    """Writes splits as one TFDS data set and reads them back; returns the manifest's entries."""
-    entries: dict[str, Any] = {}
-    blocks_in = {split: -(-rows // facts.block_rows) for split, (rows, _) in splits.items()}
-    with _progress(f"{facts.name}: writing {dataset}", sum(blocks_in.values())) as advance:
-        given = {
-            split: _Given(f"data set {facts.name}: split {split}", splits[split], columns, facts.block_rows, advance)
-            for split in splits
-        }
-        # TFDS refuses a split without a record.
-        shards = {split: given[split].files() for split, blocks in blocks_in.items() if blocks}
-        written = _write_tfds(folder, dataset, facts, columns, shards)
-    for split in splits:
-        given[split].finish()
-        entries[split] = {
-            "rows": given[split].rows,
-            "sha256": given[split].digest.hexdigest(),
-            "files": [
-                {
-                    "file": path.relative_to(folder).as_posix(),
-                    "bytes": path.stat().st_size,
-                    "blocks": min(BLOCKS_PER_FILE, blocks_in[split] - i * BLOCKS_PER_FILE),
-                }
-                for i, path in enumerate(sorted(written.glob(f"{dataset}-{split}.array_record-*")))
-            ],
-        }
-    with _progress(f"{facts.name}: checking {dataset}", sum(blocks_in.values())) as advance:
-        for split, entry in entries.items():
-            digest = hashlib.sha256()
-            with contextlib.suppress(UserError):  # what cannot be read has another digest
-                blocks = FileBlocks(folder, columns, entry, facts.block_rows)
-                for i in range(len(blocks)):
-                    _update(digest, blocks[i])
-                    advance()
-            require(
-                digest.hexdigest() == entry["sha256"],
-                f"data set {facts.name}: the rows of split {split} that were read back from {folder.parent} are not "
-                "those that were written: its disk must have room and be sound",
-            )
-    return entries
-
-
-class _Given:
-    """The blocks of a split on their way to TFDS: checked, counted, digested."""
-
-    def __init__(
-        self,
-        where: str,
-        given: tuple[int, Iterable[Block]],
-        columns: Mapping[str, Column],
-        block_rows: int,
-        advance: Callable[[], object],
-    ):
-        self.rows, blocks = given
-        self.digest = hashlib.sha256()
-        self._where, self._columns, self._block_rows, self._advance = where, columns, block_rows, advance
-        self._blocks = enumerate(blocks)
-        self._seen = 0
-
-    def files(self) -> list[Callable[[], Iterator[tuple[int, Block]]]]:
-        """For each file, in their order, what makes its (key, block)."""
-        files = -(-self.rows // (self._block_rows * BLOCKS_PER_FILE))
-        return [lambda: self._next(BLOCKS_PER_FILE)] * files
-
-    def _next(self, count: int) -> Iterator[tuple[int, Block]]:
-        for i, block in itertools.islice(self._blocks, count):
-            if self._seen != i * self._block_rows:
-                raise ValueError(f"{self._where}: every block but the last must have {self._block_rows} rows")
-            rows = _rows(block, self._columns)
-            if not 0 < rows <= self._block_rows:
-                raise ValueError(f"{self._where}: a block must have 1 to {self._block_rows} rows, but one has {rows}")
-            self._seen += rows
-            _update(self.digest, block)
-            yield i, block
-            self._advance()
-
-    def finish(self) -> None:
-        """Raises `UserError` unless the rows were as many as announced."""
-        for _, block in self._blocks:
-            self._seen += _rows(block, self._columns)
-        require(
-            self._seen == self.rows,
-            f"{self._where} has {self._seen} rows, but must have {self.rows}: its source is incomplete or has changed",
-        )
-
-
-def _update(digest: Any, block: Block) -> None:
-    for name in sorted(block):
-        digest.update(np.ascontiguousarray(block[name]).data)
-
-
-def _write_tfds(
-    folder: Path,
-    dataset: str,
-    facts: Facts,
-    columns: Mapping[str, Column],
-    shards: Mapping[str, list[Callable[[], Iterator[tuple[int, Block]]]]],
-) -> Path:
-    """Writes a TFDS data set, one record a block; returns its folder."""
-    tfds = _import("tensorflow_datasets", "tensorflow-datasets")
-    _import("array_record.python.array_record_module", "array_record")
-    features = {
-        column_name: tfds.features.Tensor(
-            shape=(None, *column.shape), dtype=np.dtype(column.dtype), encoding=tfds.features.Encoding.BYTES
-        )
-        for column_name, column in columns.items()
-    }
-
-    # Not GeneratorBasedBuilder: it gathers and sorts all records, and beyond 1 GB of them needs TensorFlow.
-    class TfdsBlocks(tfds.core.ShardBasedBuilder, skip_registration=True):  # pyright: ignore
-        VERSION = tfds.core.Version(facts.version)
-        name = dataset
-        url_infos = None  # nothing is downloaded; TFDS's own look-up needs a package that it does not install
-
-        def _info(self):
-            return tfds.core.DatasetInfo(
-                builder=self,
-                description=f"{facts.name}: {dataset}, in blocks. Source: {facts.source}.",
-                features=tfds.features.FeaturesDict(features),
-                disable_shuffling=True,
-            )
-
-        def _shard_iterators_per_split(self, dl_manager):
-            del dl_manager
-            return shards
-
-        def _log_download_bytes(self):
-            """Prints nothing: TFDS would print sizes that it does not know, to stdout."""
-
-        def _log_download_done(self):
-            """Prints nothing: the folder that TFDS would name is renamed."""
-
-    builder = TfdsBlocks(data_dir=str(folder), file_format="array_record")
-    builder.download_and_prepare(download_dir=str(folder / "downloads"))
-    shutil.rmtree(folder / "downloads", ignore_errors=True)
-    return Path(builder.data_dir)
-
-
-@contextlib.contextmanager
-def _progress(what: str, blocks: int) -> Iterator[Callable[[], object]]:
-    with _import("tqdm", "tqdm").tqdm(total=blocks, desc=what, unit="block", file=sys.stderr) as bar:
-        yield bar.update
-
-
-def _import(module: str, package: str) -> Any:
+def import_for_blocks(module: str, package: str) -> Any:
+    """Imports what reading and writing blocks needs; raises `UserError` where it is absent."""
     return import_package(module, f"reading or preparing data needs the package {package}", package)

@@ -19,7 +19,8 @@ import numpy as np
 
 from jaxrec.checks import UserError, import_package, one_of, require
 from jaxrec.data.arrays import ArrayBlocks
-from jaxrec.data.blocks import Facts, columns_of, counted, prepare, read
+from jaxrec.data.block_writer import counted, prepare
+from jaxrec.data.blocks import Facts, columns_of, read
 from jaxrec.data.schema import COMBINERS, Dataset, FeatureSpec, Schema
 from jaxrec.data.timelines import Timelines
 
