@@ -1,18 +1,23 @@
-"""Reading delimited text, as it is found: streamed, plain or .gz, with every malformed row named by file and line.
+"""Reading delimited text as it is found: streamed, plain or .gz, every malformed row named by file and line.
 
-Fields are read as text and converted by the caller, who knows what they mean; `numbers` does so for numbers.
+A file is cut into pieces that end where rows end, one after the other (`opened`); pieces are parsed in any order and
+by any thread (`parse`). What a row is does not depend on where pieces end. A row is malformed where it has another
+number of fields than the others, is not text of the file's encoding, or holds a quote or a carriage return where the
+format has none; the row after it begins on the next line.
+
+Fields are text, or what the caller names for their columns; `numbers` converts them and names what is no number.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv as csv_module
 import dataclasses
 import gzip
-import io
-import math
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -22,6 +27,14 @@ from jaxrec.checks import UserError, import_package, require
 
 # Bytes of text that are parsed at a time.
 PIECE_BYTES = 8 << 20
+# A quoted field may hold line ends. One that is longer than this was never closed.
+LONGEST_QUOTED = 1 << 20
+# No line of a table is as long as this.
+LONGEST_LINE = 64 << 20
+# Stands for a separator of two bytes.
+_UNIT_SEPARATOR = "\x1f"
+_INTEGER = re.compile(r"-?[0-9]+")
+_REAL = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 @dataclasses.dataclass
@@ -51,12 +64,60 @@ class BadRows:
         require(self.count <= self.most, f"{path}, line {line}: {why}; {allowed} malformed rows")
 
 
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a table is written.
+
+    Attributes:
+      delimiter: Between the fields: one byte, or `::`.
+      names: Of the columns; None: the first line has them. Where a first line repeats them, it is passed over.
+      encoding: Of the text.
+      quoted: Whether a field may be in double quotes; not with a delimiter of two bytes.
+    """
+
+    delimiter: str = ","
+    names: tuple[str, ...] | None = None
+    encoding: str = "utf-8"
+    quoted: bool = True
+
+    def __post_init__(self):
+        single = len(self.delimiter.encode()) == 1 and self.delimiter not in '\r\n"\0'
+        require(
+            single or self.delimiter == "::",
+            f"the delimiter is {self.delimiter!r}, but must be an ASCII character (no quote, no line end) or ::",
+        )
+        require(single or not self.quoted, "with the delimiter :: no field can be quoted")
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise UserError(f"the encoding is {self.encoding!r}, but must be one that Python knows") from None
+
+    @property
+    def byte(self) -> str:
+        """What separates the fields when they are parsed."""
+        return _UNIT_SEPARATOR if len(self.delimiter) > 1 else self.delimiter
+
+
+class Piece(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+      start: Its first byte in the file, unpacked and in UTF-8.
+      line: Its first line, from 1.
+      text: Whole rows, in UTF-8.
+    """
+
+    start: int
+    line: int
+    text: bytes
+
+
 class Rows(NamedTuple):
-    """A piece of a table.
+    """Rows of a table.
 
     Attributes:
       lines: int64 [n], each row's line in the file, from 1.
-      columns: Name -> pyarrow string array [n]; an empty field is an empty string.
+      columns: Name -> pyarrow array [n]; of text, an empty field is an empty string; of numbers, it is null.
     """
 
     lines: np.ndarray
@@ -70,131 +131,66 @@ class Rows(NamedTuple):
         return Rows(self.lines[~bad], {name: column.filter(keep) for name, column in self.columns.items()})
 
 
-def read(
-    path: Path,
-    bad_rows: BadRows,
-    *,
-    delimiter: str,
-    names: Sequence[str] | None = None,
-    encoding: str = "utf-8",
-    quoted: bool = True,
-    data: IO[bytes] | None = None,
-) -> Iterator[Rows]:
-    """Reads a file piece by piece.
+def read(path: Path, bad_rows: BadRows, form: Format, data: IO[bytes] | None = None) -> Iterator[Rows]:
+    """Reads a file piece by piece, every field as text.
 
     Args:
       path: For messages, and what is read: .gz is unpacked.
-      bad_rows: Where rows with another number of fields are counted, and left out.
-      delimiter: Between the fields: one byte, or `::`.
-      names: Of the columns; None: the first line has them.
-      encoding: Of the text.
-      quoted: Whether a field may be in double quotes.
+      bad_rows: Where malformed rows are counted, and left out.
+      form: How the table is written.
       data: Read instead of the file `path`.
 
     Raises:
       UserError: The file is absent, empty, cannot be read as text, or has too many malformed rows.
     """
-    csv, arrow = _import("pyarrow.csv"), _import("pyarrow")
-    wrong: list[tuple[int, str]] = []
-
-    def invalid(row: Any) -> str:
-        wrong.append((int(row.number), f"it has {row.actual_columns} fields, but must have {row.expected_columns}"))
-        return "skip"
-
-    try:
-        with open_binary(path) if data is None else data as file:
-            text = _Text(_Separated(file, delimiter) if len(delimiter) > 1 else file, path, encoding)
-            header = list(names) if names is not None else _header(path, text.first_line(), delimiter, encoding)
-            if text.is_empty():
-                return
-            reader = csv.open_csv(
-                text,
-                read_options=csv.ReadOptions(
-                    use_threads=False, block_size=PIECE_BYTES, column_names=header, encoding=encoding
-                ),
-                parse_options=csv.ParseOptions(
-                    delimiter=_Separated.BYTE if len(delimiter) > 1 else delimiter,
-                    quote_char='"' if quoted else False,
-                    invalid_row_handler=invalid,
-                    ignore_empty_lines=False,
-                ),
-                convert_options=csv.ConvertOptions(
-                    column_types=dict.fromkeys(header, arrow.string()), strings_can_be_null=False
-                ),
-            )
-            yield from _pieces(path, reader, wrong, bad_rows, 1 if names is not None else 2)
-    except OSError as e:
-        raise UserError(f"{path} cannot be read: {e.strerror or e}") from e
-    except (ValueError, EOFError, zlib.error) as e:  # pyarrow's ArrowInvalid among them
-        said = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise UserError(f"{path} cannot be read as text separated by {delimiter!r} ({encoding}): {said}") from e
+    with opened(path, form, data) as (names, pieces):
+        for piece in pieces:
+            rows, wrong = parse(piece, path, names, form)
+            for line, why in wrong:
+                bad_rows.add(path, line, why)
+            if len(rows.lines):
+                yield rows
 
 
-def _pieces(
-    path: Path, reader: Any, wrong: list[tuple[int, str]], bad_rows: BadRows, first_line: int
-) -> Iterator[Rows]:
-    """Yields the reader's pieces with their lines; rows that the parser has refused are counted."""
-    row = 1  # pyarrow's number of the next.
-    counted = 0
+@contextlib.contextmanager
+def opened(
+    path: Path, form: Format, data: IO[bytes] | None = None
+) -> Iterator[tuple[tuple[str, ...], Iterator[Piece]]]:
+    """Opens a file: the columns' names, and its rows cut into pieces.
 
-    def count(before: float) -> None:
-        nonlocal counted
-        while counted < len(wrong) and wrong[counted][0] < before:
-            bad_rows.add(path, wrong[counted][0] - 1 + first_line, wrong[counted][1])
-            counted += 1
-
-    for piece in reader:
-        n, refused = piece.num_rows, np.array([number for number, _ in wrong if number >= row], np.int64)
-        numbers = np.arange(row, row + n + len(refused))
-        numbers = numbers[~np.isin(numbers, refused)][:n]
-        if n:
-            row = int(numbers[-1]) + 1
-            count(row)
-            yield Rows(numbers - 1 + first_line, dict(zip(piece.schema.names, piece.columns, strict=True)))
-    count(math.inf)
-
-
-def numbers(
-    rows: Rows, name: str, dtype: str, path: Path, bad_rows: BadRows, *, empty: float | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Converts a column to numbers.
-
-    Args:
-      rows: The piece.
-      name: The column.
-      dtype: `int64` or `float64`.
-      path: For messages.
-      bad_rows: Where rows are counted that hold something else.
-      empty: What an empty field means; None: it is malformed.
-
-    Returns:
-      Numbers [n], and bool [n]: which rows are malformed (their numbers are 0).
+    Raises:
+      UserError: The file is absent, empty, cannot be read or has no header where it must; also while iterating.
     """
-    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
-    column = compute.utf8_trim_whitespace(rows.columns[name])
-    kind = {"int64": arrow.int64(), "float64": arrow.float64()}[dtype]
-    blank = np.asarray(compute.equal(column, ""))
-    filled = compute.if_else(compute.equal(column, ""), "0", column) if blank.any() else column
+    with _readable(path), contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_binary(path)) if data is None else data
+        if codecs.lookup(form.encoding).name != "utf-8":
+            file = _Transcoded(file, path, form.encoding)
+        begin = _read_up_to(file, PIECE_BYTES)
+        skipped = 3 if begin.startswith(b"\xef\xbb\xbf") else 0
+        head, end, _ = begin[skipped:].partition(b"\n")
+        require(
+            bool(end) or len(head) < LONGEST_QUOTED,
+            f"{path}: its first line is longer than a megabyte, so it is no table",
+        )
+        first = _fields_of(head.rstrip(b"\r"), form)
+        names = form.names
+        if names is None:
+            require(any(first), f"{path} is empty, but must have the columns' names in its first line")
+            names = tuple(first)
+            twice = [name for name in names if names.count(name) > 1]
+            require(not twice, f"{path}: its first line names column {(twice or [''])[0]!r} twice")
+        has_header = first == list(names)
+        skipped += len(head) + len(end) if has_header else 0
+        yield names, _cut(path, form, file, begin[skipped:], skipped, 2 if has_header else 1)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        values, bad = np.asarray(filled.cast(kind)), np.zeros(len(rows.lines), bool)
-    except ValueError:  # Some are malformed: one by one.
-        values, bad = np.zeros(len(rows.lines), dtype), np.zeros(len(rows.lines), bool)
-        for i, text in enumerate(filled.to_pylist()):
-            try:
-                values[i] = int(text) if dtype == "int64" else float(text)
-            except (ValueError, OverflowError):
-                bad[i] = True
-    if dtype == "float64":
-        bad |= ~np.isfinite(values)
-    if empty is None:
-        bad |= blank
-    elif blank.any():
-        values = np.where(blank, empty, values)
-    for i in np.flatnonzero(bad):
-        text = column[int(i)].as_py()
-        what = "a whole number" if dtype == "int64" else "a number"
-        bad_rows.add(path, int(rows.lines[i]), f"{name} is {text[:40]!r}, but must be {what}")
-    return np.where(bad, 0, values), bad
+        yield
+    except (OSError, EOFError, zlib.error) as e:
+        said = (e.strerror if isinstance(e, OSError) else "") or str(e) or type(e).__name__
+        raise UserError(f"{path} cannot be read: {said}") from e
 
 
 def open_binary(path: Path) -> Any:
@@ -202,83 +198,288 @@ def open_binary(path: Path) -> Any:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
-def _header(path: Path, line: bytes, delimiter: str, encoding: str) -> list[str]:
-    text = line.decode(encoding).removeprefix("\ufeff").rstrip("\r\n")
-    require(bool(text), f"{path} is empty, but must have the columns' names in its first line")
-    single = _Separated.BYTE if len(delimiter) > 1 else delimiter
-    return [name.strip() for name in next(csv_module.reader([text], delimiter=single))]
+class _Transcoded:
+    """A file of another encoding, read as UTF-8. What is not in that encoding becomes bytes that are not UTF-8."""
 
+    def __init__(self, file: IO[bytes], path: Path, encoding: str):
+        self._file, self._path, self._encoding = file, path, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+        self._ended = False
 
-class _Text(io.RawIOBase):
-    """A file for pyarrow: its first line may be taken off, and what is not UTF-8 is refused with its line.
-
-    pyarrow would leave out a malformed row that is not UTF-8 and tell nobody.
-    """
-
-    def __init__(self, file: Any, path: Path, encoding: str):
-        self._file, self._path = file, path
-        self._ready, self._line = b"", 1
-        self._decoder = codecs.getincrementaldecoder("utf-8")() if encoding == "utf-8" else None
-
-    def readable(self) -> bool:
-        return True
-
-    def first_line(self) -> bytes:
-        """Takes the first line, with its end."""
-        while b"\n" not in self._ready:
-            require(len(self._ready) < 1 << 20, f"{self._path}: its first line is longer than a megabyte")
-            piece = self._more(1 << 16)
-            if not piece:
-                break
-            self._ready += piece
-        line, end, self._ready = self._ready.partition(b"\n")
-        return line + end
-
-    def is_empty(self) -> bool:
-        """Whether nothing is left."""
-        self._ready = self._ready or self._more(1 << 16)
-        return not self._ready
-
-    def read(self, size: int = -1) -> bytes:
-        taken, self._ready = (self._ready, b"") if size < 0 else (self._ready[:size], self._ready[size:])
-        return taken + self._more(size) if size < 0 or not taken else taken
-
-    def _more(self, size: int) -> bytes:
-        piece = self._file.read(size)
-        if self._decoder is not None:
+    def read(self, size: int) -> bytes:
+        while not self._ended:
+            piece = self._file.read(size)
+            self._ended = not piece
             try:
-                self._decoder.decode(piece, final=not piece)
-            except UnicodeDecodeError as e:
-                line = self._line + piece[: max(e.start, 0)].count(b"\n")
-                raise UserError(f"{self._path}, line {line}: it is not UTF-8 text") from e
-        self._line += piece.count(b"\n")
-        return piece
+                text = self._decoder.decode(piece, final=self._ended)
+            except UnicodeError as e:
+                raise UserError(f"{self._path} is not {self._encoding} text") from e
+            if text:
+                return text.encode("utf-8", "surrogateescape")
+        return b""
 
 
-class _Separated:
-    """A file whose separator of two bytes is replaced by one that no text holds."""
+def _read_up_to(file: Any, size: int) -> bytes:
+    """Reads `size` bytes, or what is left."""
+    parts: list[bytes] = []
+    while size > 0 and (part := file.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
-    BYTE = "\x1f"
 
-    def __init__(self, file: IO[bytes], delimiter: str):
-        self._file, self._delimiter = file, delimiter.encode()
-        self._ready, self._rest = b"", b""
+def _fields_of(line: bytes, form: Format) -> list[str]:
+    if not _is_utf8(line):
+        return []  # It is no header; if it must be one, it is refused as if it were absent.
+    text = line.decode().replace(form.delimiter, form.byte)
+    quoting = csv_module.QUOTE_MINIMAL if form.quoted else csv_module.QUOTE_NONE
+    try:
+        return [name.strip() for name in next(csv_module.reader([text], delimiter=form.byte, quoting=quoting), [])]
+    except csv_module.Error:
+        return []
 
-    def read(self, size: int = -1) -> bytes:
-        while len(self._ready) < size or size < 0:
-            piece = self._file.read(PIECE_BYTES)
-            text = self._rest + piece
-            # The first half of a separator may end a piece: an odd number of its bytes does.
-            half = self._delimiter[:1]
-            odd = (len(text) - len(text.rstrip(half))) % 2
-            self._rest = half if piece and odd else b""
-            text = text[: len(text) - len(self._rest)]
-            self._ready += text.replace(self._delimiter, self.BYTE.encode())
-            if not piece:
-                break
-        size = len(self._ready) if size < 0 else size
-        taken, self._ready = self._ready[:size], self._ready[size:]
-        return taken
+
+def _cut(path: Path, form: Format, file: Any, text: bytes, start: int, line: int) -> Iterator[Piece]:
+    """Yields pieces, of which the file's first bytes `text` are read already."""
+    with _readable(path):
+        ended = False
+        while not ended:
+            more = _read_up_to(file, PIECE_BYTES - len(text) if len(text) < PIECE_BYTES else PIECE_BYTES)
+            ended = not more
+            text += more
+            end = len(text) if ended else _end_of_rows(text, form)
+            if not end:
+                require(len(text) < LONGEST_LINE, f"{path}, line {line}: it is longer than {LONGEST_LINE >> 20} MiB")
+                continue
+            piece, text = text[:end], text[end:]
+            yield Piece(start, line, piece)
+            start, line = start + end, line + piece.count(b"\n")
+
+
+def _end_of_rows(text: bytes, form: Format) -> int:
+    """Returns where the last whole row ends, of a text of which more is to come; 0: there is none."""
+    if not form.quoted or b'"' not in text:
+        return text.rfind(b"\n") + 1
+    quotes = _quotes(text)
+    if _are_proper(text, quotes, form, whole=False):
+        ends = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n"))
+        ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
+        return int(ends[-1]) + 1 if len(ends) else 0
+    return max((end for _, end, _ in _walk(text, form, whole=False)), default=0)
+
+
+def _quotes(text: bytes) -> np.ndarray:
+    return np.flatnonzero(np.frombuffer(text, np.uint8) == ord('"'))
+
+
+def _are_proper(text: bytes, quotes: np.ndarray, form: Format, *, whole: bool) -> bool:
+    """Whether every quote opens or closes a field, or is one of two within it: then parity says what is quoted."""
+    if not len(quotes):
+        return True
+    if whole and len(quotes) % 2:
+        return False
+    codes = np.frombuffer(text, np.uint8)
+    opening, closing = quotes[::2], quotes[1::2]
+    before = codes[np.maximum(opening - 1, 0)]
+    after = codes[np.minimum(closing + 1, len(codes) - 1)]
+    ends = (ord(form.delimiter), ord("\n"), ord('"'))
+    return bool(
+        np.all(np.isin(before, ends) | (opening == 0))
+        and np.all(np.isin(after, (*ends, ord("\r"))) | (closing == len(codes) - 1))
+    )
+
+
+def _walk(text: bytes, form: Format, *, whole: bool) -> Iterator[tuple[int, int, bool]]:
+    """Yields (start, end, whether it is well formed) of row after row; not of a last one that is still open."""
+    separator = re.escape(form.delimiter).encode()
+    inside = rb'"(?:[^"\r]|""|\r(?=\n))*+'
+    field = b"(?:" + inside + b'"|[^\r\n"' + separator + b"]*+)" if form.quoted else b"[^\r\n]*+"
+    row = re.compile(field + (b"(?:" + separator + field + b")*+" if form.quoted else b"") + rb"(?:\r?\n|\Z)")
+    still_open = re.compile(b"(?:" + field + separator + b")*+" + inside + rb"\Z")
+    at = 0
+    while at < len(text):
+        match, good = row.match(text, at), True
+        if match is not None and (whole or text[match.end() - 1 : match.end()] == b"\n"):
+            end = match.end()
+        elif match is not None:
+            return
+        else:
+            good, end = False, text.find(b"\n", at) + 1
+            is_open = form.quoted and len(text) - at < LONGEST_QUOTED and still_open.match(text, at)
+            if not whole and (not end or is_open):
+                return
+            end = end or len(text)
+        yield at, end, good
+        at = end
+
+
+def _sift(piece: Piece, form: Format) -> tuple[bytes, np.ndarray | None, list[tuple[int, str]]]:
+    """Takes out what cannot be parsed.
+
+    Returns:
+      The text left, with one byte between fields, each row's line (None: a row a line), and the malformed rows.
+    """
+    text = piece.text
+    unit = _UNIT_SEPARATOR.encode() if len(form.delimiter) > 1 else b""
+    quotes = _quotes(text) if form.quoted and b'"' in text else np.empty(0, np.int64)
+    clean = text.count(b"\r") == text.count(b"\r\n") and not (unit and unit in text)
+    if clean and _are_proper(text, quotes, form, whole=True) and _is_utf8(text):
+        if unit:
+            text = text.replace(form.delimiter.encode(), unit)
+        if not len(quotes):
+            return text, None, []
+        ends = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n"))
+        rows = np.searchsorted(quotes, ends) % 2 == 0
+        lines = piece.line + np.concatenate([[0], np.flatnonzero(rows) + 1])
+        return text, lines if text[-1:] != b"\n" else lines[:-1], []
+    kept, lines, wrong, line = [], [], [], piece.line
+    for start, end, good in _walk(text, form, whole=True):
+        row = text[start:end]
+        if not _is_utf8(row):
+            wrong.append((line, f"it is not {form.encoding.upper()} text"))
+        elif not good and form.quoted and b'"' in row:
+            wrong.append((line, "it has a quote within a field, or one that is not closed"))
+        elif not good:
+            wrong.append((line, "it has a carriage return within it"))
+        elif unit and unit in row:
+            wrong.append((line, "it holds the byte 0x1f"))
+        else:
+            kept.append(row.replace(form.delimiter.encode(), unit) if unit else row)
+            lines.append(line)
+        line += row.count(b"\n")
+    return b"".join(kept), np.array(lines, np.int64), wrong
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def parse(
+    piece: Piece, path: Path, names: tuple[str, ...], form: Format, types: Mapping[str, Any] | None = None
+) -> tuple[Rows, list[tuple[int, str]]]:
+    """Parses a piece.
+
+    Args:
+      piece: Of `opened`.
+      path: For messages.
+      names: Of all columns.
+      form: How the table is written.
+      types: The columns that are wanted, with pyarrow's types of them; None: all, as text. Where a field does not fit
+        its type, all columns of the piece are text.
+
+    Returns:
+      The well-formed rows, and (line, why) of each of the others.
+    """
+    csv, arrow = _import("pyarrow.csv"), _import("pyarrow")
+    text, lines, wrong = _sift(piece, form)
+    wanted = dict.fromkeys(names, arrow.string()) if types is None else dict(types)
+    if not text:
+        return Rows(np.empty(0, np.int64), {name: arrow.array([], arrow.string()) for name in wanted}), wrong
+    refused: list[tuple[int, str]] = []
+
+    def invalid(row: Any) -> str:
+        refused.append((int(row.number), f"it has {row.actual_columns} fields, but must have {row.expected_columns}"))
+        return "skip"
+
+    def parsed(kinds: Mapping[str, Any]) -> Any:
+        refused.clear()
+        return csv.read_csv(
+            arrow.BufferReader(text),
+            read_options=csv.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=list(names)),
+            parse_options=csv.ParseOptions(
+                delimiter=form.byte, quote_char='"' if form.quoted else False, invalid_row_handler=invalid,
+                newlines_in_values=form.quoted, ignore_empty_lines=False,
+            ),
+            convert_options=csv.ConvertOptions(
+                column_types=kinds, include_columns=list(kinds), strings_can_be_null=False, null_values=[""],
+                check_utf8=False,
+            ),
+        )  # fmt: skip
+
+    try:
+        table = parsed(wanted)
+    except arrow.ArrowInvalid:
+        table = parsed(dict.fromkeys(wanted, arrow.string()))
+    if lines is None:
+        lines = piece.line + np.arange(text.count(b"\n") + (text[-1:] != b"\n"))
+    if len(lines) != table.num_rows + len(refused):
+        raise UserError(
+            f"{path}, lines {lines[0]} to {lines[-1]}: they hold {table.num_rows + len(refused)} rows by one count and "
+            f"{len(lines)} by another; look for characters there that end lines in other systems"
+        )
+    kept = np.ones(len(lines), bool)
+    for number, why in refused:
+        kept[number - 1] = False
+        wrong.append((int(lines[number - 1]), why))
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    return Rows(lines[kept], columns), sorted(wrong)
+
+
+def numbers(rows: Rows, name: str, dtype: str, *, empty: float | None = None) -> tuple[np.ndarray, dict[int, str]]:
+    """Converts a column to numbers.
+
+    Args:
+      rows: Of `parse`.
+      name: The column: text, or numbers already.
+      dtype: `int64` or `float64`.
+      empty: What an empty field means; None: it is malformed.
+
+    Returns:
+      Numbers [n], and of each malformed row (its number is 0) why it is.
+    """
+    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
+    column, n = rows.columns[name], len(rows.lines)
+    text = arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)
+    wrong: list[int] = []
+    if text:
+        column = compute.utf8_trim_whitespace(column)
+        blank = np.asarray(compute.equal(column, ""))
+        filled = compute.if_else(compute.equal(column, ""), "0", column) if blank.any() else column
+        values = _cast(filled, dtype)
+        if values is None:  # Some are malformed: one by one.
+            values = np.zeros(n, dtype)
+            kind, grammar = (int, _INTEGER) if dtype == "int64" else (float, _REAL)
+            for i, field in enumerate(filled.to_pylist()):
+                try:
+                    values[i] = kind(field) if grammar.fullmatch(field) else wrong.append(i) or 0
+                except OverflowError:
+                    wrong.append(i)
+    else:
+        blank = np.asarray(column.is_null())
+        kind = {"int64": arrow.int64(), "float64": arrow.float64()}[dtype]
+        try:
+            values = np.asarray(column.fill_null(0).cast(kind))
+        except arrow.ArrowInvalid:  # Reals that are no whole numbers.
+            values = np.asarray(column.fill_null(0).cast(arrow.float64()))
+            wrong = np.flatnonzero(values != np.floor(values)).tolist()
+            values = np.where(values == np.floor(values), values, 0).astype(np.int64)
+    if dtype == "float64":
+        wrong += np.flatnonzero(~np.isfinite(values)).tolist()
+    if empty is None:
+        wrong += np.flatnonzero(blank).tolist()
+    elif blank.any():
+        values = np.where(blank, empty, values)
+    what = "a whole number" if dtype == "int64" else "a number"
+    why = {i: f"{name} is {str(column[i].as_py() or '')[:40]!r}, but must be {what}" for i in sorted(set(wrong))}
+    if why:
+        values = values.copy()
+        values[list(why)] = 0
+    return values, why
+
+
+def _cast(column: Any, dtype: str) -> np.ndarray | None:
+    """Casts text to numbers; None where some of it is no decimal number."""
+    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
+    if dtype == "int64" and compute.any(compute.match_substring(column, "x", ignore_case=True)).as_py():
+        return None  # pyarrow would read hexadecimal.
+    try:
+        return np.asarray(column.cast({"int64": arrow.int64(), "float64": arrow.float64()}[dtype]))
+    except arrow.ArrowInvalid:
+        return None
 
 
 def _import(module: str) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 from jaxrec.checks import UserError, require
 from jaxrec.data import text_tables
 from jaxrec.data.datasets.movielens import Ratings
-from jaxrec.data.text_tables import BadRows
+from jaxrec.data.text_tables import BadRows, Format
 
 # What the archives of a fixed content hold.
 COUNTS = {
@@ -138,14 +138,17 @@ def read(source: Source, bad_rows: BadRows) -> tuple[Ratings, int]:
     parts: list[tuple[np.ndarray, ...]] = []
     layout, path = source.layout, source.where / source.layout.ratings
     with _file(source, layout.ratings) as data:
-        for rows in text_tables.read(
-            path, bad_rows, delimiter=layout.delimiters[0], names=layout.rating_names, quoted=False, data=data
-        ):
+        form = Format(layout.delimiters[0], layout.rating_names, quoted=False)
+        for rows in text_tables.read(path, bad_rows, form, data):
             _require_columns(path, rows, _RATING)
             columns, bad = [], np.zeros(len(rows.lines), bool)
             for name, dtype in zip(_RATING, ("int64", "int64", "float64", "int64"), strict=True):
                 # A row that is malformed already is counted once.
-                values, wrong = text_tables.numbers(rows.without(bad), name, dtype, path, bad_rows)
+                left = rows.without(bad)
+                values, why = text_tables.numbers(left, name, dtype)
+                for i, said in why.items():
+                    bad_rows.add(path, int(left.lines[i]), said)
+                wrong = np.isin(np.arange(len(values)), list(why))
                 columns = [c[~wrong] for c in columns]
                 columns.append(values[~wrong])
                 bad[np.flatnonzero(~bad)[wrong]] = True
@@ -176,12 +179,13 @@ def _catalogue(source: Source, bad_rows: BadRows) -> tuple[np.ndarray, list[str]
     else:
         raise UserError(f"{path} is not text in {' or '.join(layout.encodings)}")
     movies, titles, genres = [], [], []
-    for rows in text_tables.read(
-        path, bad_rows, delimiter=layout.delimiters[1], names=layout.movie_names, encoding=encoding,
-        quoted=layout.movie_names is None, data=io.BytesIO(text),
-    ):  # fmt: skip
+    form = Format(layout.delimiters[1], layout.movie_names, encoding, quoted=layout.movie_names is None)
+    for rows in text_tables.read(path, bad_rows, form, io.BytesIO(text)):
         _require_columns(path, rows, ("movieId", "title"))
-        ids, bad = text_tables.numbers(rows, "movieId", "int64", path, bad_rows)
+        ids, why = text_tables.numbers(rows, "movieId", "int64")
+        for i, said in why.items():
+            bad_rows.add(path, int(rows.lines[i]), said)
+        bad = np.isin(np.arange(len(ids)), list(why))
         kept = rows.without(bad)
         movies.append(ids[~bad])
         titles += kept.columns["title"].to_pylist()
