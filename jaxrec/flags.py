@@ -80,10 +80,20 @@ def define_evaluate() -> None:
 
 def define_prepare() -> None:
     """Flags of `jaxrec.prepare`."""
-    flags.DEFINE_string("dataset", None, "What the input is: movielens.")
-    flags.DEFINE_string("input", None, "Archive or folder to prepare.")
+    flags.DEFINE_string(
+        "dataset", None, "What the input is: movielens, criteo, tabular; or synthetic, which needs none."
+    )
+    flags.DEFINE_string("input", None, "File, archive or folder to prepare.")
     flags.DEFINE_string("data_dir", cache_dir("data"), "Where the prepared data set goes.")
+    flags.DEFINE_string("schema", None, "TOML file that says what the columns are for; with --propose, to be written.")
+    flags.DEFINE_bool("propose", False, "Look at the table and write a schema for it, instead of preparing it.")
+    flags.DEFINE_string("name", None, "Of the prepared data set; else the schema's, else the input's.")
+    flags.DEFINE_string("vocabulary", None, "frequency or hash, of every table; else the schema's.")
+    flags.DEFINE_integer("min_count", None, "Occurrences that a value needs for a row of its own; else the schema's.")
+    flags.DEFINE_integer("max_table_rows", None, "Rows of an embedding table at most; else the schema's.")
     flags.DEFINE_integer("max_bad_rows", 0, "Malformed rows that are left out; one more ends the command.")
+    flags.DEFINE_integer("threads", None, "That read and encode; else one for each core.")
+    flags.DEFINE_multi_string("set", [], "field=value of the synthetic data, such as train_rows=1000000.")
 
 
 def prepare_process() -> None:

@@ -1,8 +1,9 @@
-"""Prepares a data set from files: `python -m jaxrec.prepare --dataset=movielens --input=ml-25m.zip`."""
+"""Prepares a data set: `python -m jaxrec.prepare --dataset=tabular --input=clicks.csv --schema=clicks.toml`."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -11,47 +12,145 @@ from absl import flags
 from jaxrec import flags as jaxrec_flags
 from jaxrec.checks import one_of, require
 
-DATASETS = ("movielens",)
+DATASETS = ("movielens", "criteo", "tabular", "synthetic")
+# The flags that belong to some data sets only.
+_ONLY = {
+    "schema": ("criteo", "tabular"), "propose": ("criteo", "tabular"), "vocabulary": ("criteo", "tabular"),
+    "min_count": ("criteo", "tabular"), "max_table_rows": ("criteo", "tabular"),
+    "name": ("criteo", "tabular", "synthetic"), "set": ("synthetic",), "input": ("movielens", "criteo", "tabular"),
+}  # fmt: skip
 
 
 def main() -> int:
     """Runs the command; returns its exit status."""
     values = flags.FLAGS
     one_of("--dataset", values.dataset or "", DATASETS)
-    require(bool(values.input), "--input is not given, but must be an archive or a folder")
+    for name, users in _ONLY.items():
+        require(
+            not values[name].value or values.dataset in users,
+            f"--{name} is given, but --dataset={values.dataset} has no use for it, only: {', '.join(users)}",
+        )
+    require(bool(values.input) or values.dataset == "synthetic", "--input is not given, but must be a file or a folder")
     require(values.max_bad_rows >= 0, f"--max_bad_rows is {values.max_bad_rows}, but must not be negative")
+    for name in ("min_count", "max_table_rows", "threads"):
+        value = values[name].value
+        require(value is None or value >= 1, f"--{name} is {value}, but must be at least 1")
+    name = values.name or ""
+    require(
+        all(c.isalnum() or c in "_-" for c in name),
+        f"--name is {name!r}, but must consist of letters, digits, _ and -",
+    )
+    if values.propose:
+        return _propose()
     begin = time.perf_counter()
-    facts = prepare_movielens(Path(values.input), values.data_dir, values.max_bad_rows)
-    print(json.dumps({**facts, "seconds": round(time.perf_counter() - begin, 2)}))
+    prepare = {
+        "movielens": _movielens, "criteo": _table, "tabular": _table, "synthetic": _synthetic,
+    }[values.dataset]  # fmt: skip
+    folder, rows_in, rows_out, bad_rows = prepare()
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    require(
+        rows_in - bad_rows == rows_out,
+        f"{folder} has {rows_out} rows, but {rows_in} were read and {bad_rows} left out; delete it",
+    )
+    facts = {
+        "dataset": folder.name, "rows_in": rows_in, "rows_out": rows_out, "bad_rows": bad_rows,
+        "seconds": round(time.perf_counter() - begin, 2), "bytes": size,
+    }  # fmt: skip
+    print(json.dumps(facts))
     return 0
 
 
-def prepare_movielens(path: Path, data_dir: str, max_bad_rows: int) -> dict:
-    """Prepares what `path` holds; returns counts for the command's last line.
-
-    Raises:
-      UserError: It is no MovieLens, has too many malformed rows, or is prepared already.
-    """
+def _movielens() -> tuple[Path, int, int, int]:
     from jaxrec.data.datasets import movielens, movielens_files
-    from jaxrec.data.text_tables import BadRows
+    from jaxrec.data.tabular.text_tables import BadRows
 
-    bad_rows = BadRows(max_bad_rows)
-    with movielens_files.find(path) as source:
-        folder = movielens.folder_of(data_dir, source.variant)
+    values = flags.FLAGS
+    bad_rows = BadRows(values.max_bad_rows)
+    with movielens_files.find(Path(values.input)) as source:
+        folder = movielens.folder_of(values.data_dir, source.variant)
         require(
             not folder.exists(),
             f"{folder} exists already; train on it with --set=data.variant={source.variant}, or delete it",
         )
         ratings, rows_in = movielens_files.read(source, bad_rows)
         rows = movielens.write(folder, ratings, f"MovieLens {source.variant}, {source.layout.ratings}")
+    _say_left_out(bad_rows)
+    # Malformed rows of the catalogue count for --max_bad_rows, but are no ratings.
+    return folder, rows_in, rows, rows_in - len(ratings.user)
+
+
+def _table() -> tuple[Path, int, int, int]:
+    from jaxrec.data.datasets import tabular
+    from jaxrec.data.tabular.text_tables import BadRows
+
+    values = flags.FLAGS
+    files, schema = _files_and_schema()
+    bad_rows = BadRows(values.max_bad_rows)
+    source = f"{values.dataset}: {', '.join(f.path.name for f in files[:3])}{', ...' if len(files) > 3 else ''}"
+    folder, rows_in, rows_out = tabular.write(
+        files, schema, values.data_dir, source, bad_rows, threads=values.threads or os.cpu_count() or 1
+    )
+    _say_left_out(bad_rows)
+    return folder, rows_in, rows_out, bad_rows.count
+
+
+def _files_and_schema():
+    """Returns the files of the table and its schema, with a name."""
+    import dataclasses
+
+    from jaxrec.data.datasets import criteo
+    from jaxrec.data.tabular import files as files_lib
+    from jaxrec.data.tabular import schema as schema_lib
+
+    values = flags.FLAGS
+    path = Path(values.input)
+    ids = {"vocabulary": values.vocabulary, "min_count": values.min_count, "max_rows": values.max_table_rows}
+    if ids["vocabulary"] is not None:
+        one_of("--vocabulary", ids["vocabulary"], schema_lib.VOCABULARIES)
+    if values.dataset == "criteo":
+        path = criteo.find(path)
+    if values.schema:
+        schema = schema_lib.load(Path(values.schema), **ids)
+    else:
+        require(
+            values.dataset == "criteo",
+            "--schema is not given, but must be a file that says what the columns are for; --propose writes one",
+        )
+        schema = criteo.schema(path, **ids)
+    stem = path.name.split(".")[0]
+    fallback = "".join(c if c.isalnum() or c in "_-" else "_" for c in stem) or "table"
+    return files_lib.find(path, schema), dataclasses.replace(schema, name=values.name or schema.name or fallback)
+
+
+def _synthetic() -> tuple[Path, int, int, int]:
+    from jaxrec.configs import overrides
+    from jaxrec.data.datasets import synthetic
+
+    values = flags.FLAGS
+    data = overrides.apply(synthetic.SyntheticData(), values.set)
+    folder, rows = synthetic.write(data, values.name or synthetic.NAME, values.data_dir)
+    return folder, rows, rows, 0
+
+
+def _propose() -> int:
+    from jaxrec.data.datasets import criteo
+    from jaxrec.data.tabular import propose
+
+    values = flags.FLAGS
+    path = Path(values.schema or f"{(values.name or Path(values.input).name.split('.')[0]) or 'table'}.toml")
+    require(not path.exists(), f"--schema is {str(path)!r}, which exists; name a file to be written")
+    table = Path(values.input)
+    known = None
+    if values.dataset == "criteo":
+        table = criteo.find(table)
+        known = criteo.schema(table)
+    propose.propose(table, path, threads=values.threads or os.cpu_count() or 1, known=known)
+    return 0
+
+
+def _say_left_out(bad_rows) -> None:
     for said in bad_rows.first:
         print(f"left out    {said}")
-    read = len(ratings.user)
-    require(rows == read, f"{folder} has {rows} rows, but {read} were read; delete it")
-    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    return {
-        "dataset": folder.name, "rows_in": rows_in, "rows_out": rows, "bad_rows": bad_rows.count, "bytes": size,
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

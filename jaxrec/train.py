@@ -83,7 +83,7 @@ def print_summary(summary: dict) -> None:
 
 
 # Metrics that are counts.
-COUNTS = ("rows", "users_with_both_classes", "spilled_rows")
+COUNTS = ("rows", "users_with_both_classes", "spilled_rows", "unseen_ids")
 
 
 def _number(name: str, value: float | None) -> str:

@@ -14,7 +14,7 @@ import pytest
 from jaxrec.checks import UserError
 from jaxrec.data.datasets import movielens_files
 from jaxrec.data.datasets.movielens import MovielensData
-from jaxrec.data.text_tables import BadRows
+from jaxrec.data.tabular.text_tables import BadRows
 from jaxrec.prepare import prepare_movielens
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrec.checks import UserError
-from jaxrec.data import text_tables
-from jaxrec.data.text_tables import BadRows, Format, numbers, read
+from jaxrec.data.tabular import text_tables
+from jaxrec.data.tabular.text_tables import BadRows, Format, numbers, read
 
 PATH = Path("table.csv")
 

@@ -58,11 +58,7 @@ def prepare(
     """
     if folder.name != f"{facts.name}-{facts.version}":
         raise ValueError(f"folder must be named {facts.name}-{facts.version}, got {folder}")
-    with contextlib.ExitStack() as stack:
-        with _writing_to(folder.parent):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(folder.parent / f".{folder.name}.lock", "w"))
-        alone = _wait_for(lock, folder.name)
+    with locked(folder.parent, f".{folder.name}.lock", folder.name) as alone:
         if folder.exists():
             return
         if alone:  # whoever made these was killed
@@ -95,6 +91,23 @@ def _writing_to(data_dir: Path) -> Iterator[None]:
         raise UserError(
             f"--data_dir is {str(data_dir)!r}, but must be a folder that can be written: {error.strerror}"
         ) from error
+
+
+@contextlib.contextmanager
+def locked(data_dir: Path, name: str, what: str) -> Iterator[bool]:
+    """Waits until no other process holds the lock `name` in `data_dir`, and holds it.
+
+    Yields:
+      Whether it does: some file systems have no locks.
+
+    Raises:
+      UserError: The folder cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        with _writing_to(data_dir):
+            data_dir.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(data_dir / name, "w"))
+        yield _wait_for(lock, what)
 
 
 def _wait_for(lock: IO[str], name: str) -> bool:

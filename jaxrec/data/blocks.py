@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.checks import UserError, import_package
-from jaxrec.data.schema import Block
+from jaxrec.data.schema import Block, FeatureSpec
 from jaxrec.data.timelines import Timelines
 
 FORMAT = 1
@@ -60,6 +60,8 @@ class Facts:
       auxiliary: Names of the others, which are trained on and not evaluated.
       longest: Values of the longest bag that a column may hold, by column.
       block_rows: Rows of every block but a split's last.
+      features: Sparse features, where the data set's config does not say them.
+      unseen: By held-out split and feature, ids that training has no row for.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Facts:
     auxiliary: tuple[str, ...] = ()
     longest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     block_rows: int = BLOCK_ROWS
+    features: tuple[FeatureSpec, ...] = ()
+    unseen: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +200,8 @@ def read(folder: Path) -> Prepared:
     try:
         facts = Facts(**manifest["facts"])
         lists = {name: tuple(getattr(facts, name)) for name in ("dense", "labels", "auxiliary")}
-        facts = dataclasses.replace(facts, **lists)
+        features = tuple(FeatureSpec(**feature) for feature in manifest["facts"].get("features", ()))
+        facts = dataclasses.replace(facts, **lists, features=features)
         columns = _columns_from(manifest["columns"])
         splits = {
             name: FileBlocks(folder, columns, split, facts.block_rows) for name, split in manifest["splits"].items()

@@ -157,6 +157,7 @@ class Dataset:
       splits: `train`, `validation`, `test`.
       timelines: The users' events, where the schema has `history` features.
       best_ne: For planted data, split -> the NE of the planted probabilities on that split's rows.
+      unseen: Of held-out splits, feature -> ids that training has no row for.
     """
 
     name: str
@@ -164,6 +165,7 @@ class Dataset:
     splits: Mapping[str, Blocks]
     timelines: Timelines | None = None
     best_ne: Callable[[str], float] | None = None
+    unseen: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
 
 class DataConfig(Protocol):

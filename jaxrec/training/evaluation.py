@@ -38,7 +38,8 @@ class Evaluator:
         """Returns the metrics over every row of a split, or None where a stop was asked for meanwhile.
 
         Several tasks' metrics are named `<label>/<metric>`; one task's `<metric>`. For planted data `best_ne` is the NE
-        of the planted probabilities on the same rows, and `excess` is (NE - best) / (1 - best).
+        of the planted probabilities on the same rows, and `excess` is (NE - best) / (1 - best). `unseen_ids` counts
+        the split's ids that training has no row for, where the data set tells.
         """
         results = self._metrics(state, split, stop)
         # None: stopped, as all processes have agreed. Others than the first have seen a part of the rows only.
@@ -62,6 +63,8 @@ class Evaluator:
         if len(labels) > 1:
             return {f"{label}/{k}": v for label, r in zip(labels, results, strict=True) for k, v in r.items()}
         result = results[0]
+        if split in self._dataset.unseen:
+            result["unseen_ids"] = float(sum(self._dataset.unseen[split].values()))
         if self._dataset.best_ne is not None:
             best = self._dataset.best_ne(split)
             result |= {"best_ne": best, "excess": (result["ne"] - best) / (1 - best)}

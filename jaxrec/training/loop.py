@@ -114,6 +114,11 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             window = setup.new_window(program)
         rows = ", ".join(f"{name} {split.rows:,}" for name, split in dataset.splits.items())
         say(f"data        {dataset.name}: {rows} rows")
+        for split, unseen in dataset.unseen.items():
+            most = ", ".join(f"{name} {n:,}" for name, n in sorted(unseen.items(), key=lambda x: -x[1])[:4] if n)
+            say(
+                f"unseen      {split}: {sum(unseen.values()):,} ids that training has no row for{most and f' ({most})'}"
+            )
         for line in _description(config, program):
             say(line)
         with clock.phase("restore"):

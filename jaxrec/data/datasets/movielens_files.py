@@ -17,9 +17,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from jaxrec.checks import UserError, require
-from jaxrec.data import text_tables
 from jaxrec.data.datasets.movielens import Ratings
-from jaxrec.data.text_tables import BadRows, Format
+from jaxrec.data.tabular import text_tables
+from jaxrec.data.tabular.text_tables import BadRows, Format
 
 # What the archives of a fixed content hold.
 COUNTS = {

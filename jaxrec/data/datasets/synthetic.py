@@ -2,7 +2,8 @@
 
 Ids follow the power law that studies share (`P(k)` proportional to `k^-exponent` for `k = 1..rows`, the rows then
 permuted by the seed); labels are drawn from planted weights, so that the best possible NE is known, or are coin flips.
-Rows are computed when they are read, each block a pure function of (seed, split, block): nothing is stored.
+Rows are computed when they are read, each block a pure function of (seed, split, block): nothing is stored, unless
+`write` puts them into a TFDS data set, one block after the other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from jaxrec.checks import UserError, one_of, require
 from jaxrec.data.schema import Block, Dataset, FeatureSpec, Schema
 
+NAME = "synthetic"
 BLOCK_ROWS = 8192
 SPLITS = ("train", "validation", "test")
 
@@ -126,6 +129,42 @@ class SyntheticData:
             return _best_ne(splits[split])
 
         return Dataset("synthetic", schema, splits, best_ne=best_ne if self.labels == "planted" else None)
+
+
+def write(data: SyntheticData, name: str, data_dir: str) -> tuple[Path, int]:
+    """Prepares synthetic rows as a TFDS data set of any size: blocks are computed as they are written.
+
+    Args:
+      data: Their shape and law.
+      name: Of the data set.
+      data_dir: Where prepared data sets are.
+
+    Returns:
+      Its folder, and its rows.
+
+    Raises:
+      UserError: The folder exists, or cannot be written.
+    """
+    # Imported late: rows that are computed need none of it.
+    from jaxrec.data import block_writer, blocks
+    from jaxrec.data.datasets.tabular import VERSION, folder_of
+
+    folder = folder_of(data_dir, name)
+    require(not folder.exists(), f"{folder} exists already; delete it, or give another --name")
+    dataset = data.open()
+    facts = blocks.Facts(
+        name=name,
+        version=VERSION,
+        source=f"synthetic rows, {data}",
+        vocabulary=dataset.schema.vocabulary,
+        dense=dataset.schema.dense,
+        labels=dataset.schema.labels,
+        longest={f.name: data.bag for f in dataset.schema.bags},
+        features=dataset.schema.features,
+    )
+    splits = {split: block_writer.counted(of_split) for split, of_split in dataset.splits.items()}
+    block_writer.prepare(folder, facts, blocks.columns_of(dataset.splits["train"][0]), splits)
+    return folder, sum(of_split.rows for of_split in dataset.splits.values())
 
 
 class PowerLaw:

@@ -161,7 +161,7 @@ def opened(
     Raises:
       UserError: The file is absent, empty, cannot be read or has no header where it must; also while iterating.
     """
-    with _readable(path), contextlib.ExitStack() as stack:
+    with readable(path), contextlib.ExitStack() as stack:
         file = stack.enter_context(open_binary(path)) if data is None else data
         if codecs.lookup(form.encoding).name != "utf-8":
             file = _Transcoded(file, path, form.encoding)
@@ -185,7 +185,8 @@ def opened(
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Turns what may go wrong when a file is read into a sentence."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as e:
@@ -241,7 +242,7 @@ def _fields_of(line: bytes, form: Format) -> list[str]:
 
 def _cut(path: Path, form: Format, file: Any, text: bytes, start: int, line: int) -> Iterator[Piece]:
     """Yields pieces, of which the file's first bytes `text` are read already."""
-    with _readable(path):
+    with readable(path):
         ended = False
         while not ended:
             more = _read_up_to(file, PIECE_BYTES - len(text) if len(text) < PIECE_BYTES else PIECE_BYTES)
@@ -322,7 +323,8 @@ def _sift(piece: Piece, form: Format) -> tuple[bytes, np.ndarray | None, list[tu
     text = piece.text
     unit = _UNIT_SEPARATOR.encode() if len(form.delimiter) > 1 else b""
     quotes = _quotes(text) if form.quoted and b'"' in text else np.empty(0, np.int64)
-    clean = text.count(b"\r") == text.count(b"\r\n") and not (unit and unit in text)
+    clean = b"\r" not in text or text.count(b"\r") == text.count(b"\r\n")
+    clean = clean and not (unit and unit in text)
     if clean and _are_proper(text, quotes, form, whole=True) and _is_utf8(text):
         if unit:
             text = text.replace(form.delimiter.encode(), unit)

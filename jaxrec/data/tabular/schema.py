@@ -1,0 +1,320 @@
+"""What the columns of a table are for, as a TOML file says it.
+
+    name = "clicks"                                        # of the prepared data set; may be left out
+
+    [files]                                                # all may be left out
+    delimiter = ","                                        # else taken from the first line
+    names = ["click", "hour", "site", "price"]             # where no first line has them
+    encoding = "utf-8"
+    quoted = true
+    train = "train.csv"                                    # of a folder; with split.by = "files"
+
+    [split]
+    by = "order"                                           # time, random, user, files, last_file, column
+    validation = 0.1
+    test = 0.1
+
+    [ids]                                                  # of every table, unless its column says otherwise
+    vocabulary = "frequency"                               # or hash
+    min_count = 2
+    max_rows = 1000000
+
+    [columns]
+    click = {use = "label"}
+    hour = {use = "time", format = "%y%m%d%H"}
+    site = {use = "categorical", min_count = 10}
+    price = {use = "dense", transform = "log"}
+
+`USES` says what each use takes. A column that is not named is not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrec.checks import UserError, one_of, require
+from jaxrec.data.schema import COMBINERS
+from jaxrec.data.tabular.text_tables import Format
+
+SPLITS = ("train", "validation", "test")
+RULES = ("order", "time", "random", "user", "files", "last_file", "column")
+VOCABULARIES = ("frequency", "hash")
+TRANSFORMS = ("log", "standard", "none")
+
+_IDS = ("table", "vocabulary", "min_count", "max_rows", "combiner")
+# What a column may be used for, and the settings that each use takes.
+USES: dict[str, tuple[str, ...]] = {
+    "label": ("at_least", "positive"),
+    "auxiliary": ("at_least", "positive"),
+    "weight": (),
+    "dense": ("transform",),
+    "categorical": (*_IDS, "history"),
+    "bag": (*_IDS, "separator", "max_length"),
+    "user": (),
+    "time": ("format",),
+    "split": (),
+    "ignore": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ids:
+    """How the values of a table become rows of it.
+
+    Attributes:
+      vocabulary: `frequency`: the most frequent values of the training split have rows of their own, all others share
+        row 0. `hash`: a value's row is its hash modulo `max_rows`.
+      min_count: Occurrences in the training split that a row of its own takes.
+      max_rows: Rows at most, row 0 included.
+    """
+
+    vocabulary: str = "frequency"
+    min_count: int = 2
+    max_rows: int = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class TableColumn:
+    """A column of the table and what it is for.
+
+    Attributes:
+      name: As the table has it.
+      use: Of `USES`; several, where one column serves twice (a user that is a feature too).
+      at_least: A label is 1 where the number is at least this.
+      positive: A label is 1 where the text is this; with neither, it must be 0 or 1.
+      transform: Of a dense column: `log` (sign(x) log(1 + |x|), which no finite x makes infinite), `standard` (minus
+        the training split's mean, divided by its deviation), `none`. A missing value is 0 after it.
+      table: The embedding table; columns may share one. The column's name where it is empty.
+      ids: How its values become ids.
+      combiner: Of a bag or history.
+      history: Events of the user's past whose values of this column are a feature too; 0: none.
+      separator: Between the values of a bag.
+      max_length: Values of a bag that are used.
+      format: Of a time: `number`, `iso`, or as of strptime.
+    """
+
+    name: str
+    use: tuple[str, ...]
+    at_least: float | None = None
+    positive: str | None = None
+    transform: str = "log"
+    table: str = ""
+    ids: Ids = Ids()
+    combiner: str = "mean"
+    history: int = 0
+    separator: str = "|"
+    max_length: int = 16
+    format: str = "number"
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Which rows are for training, validation and test.
+
+    Attributes:
+      by: `order`: the last rows of the files, in their order. `time`: the latest; equal times stay together. `random`:
+        drawn by the row's number. `user`: drawn by the user. `files`: as `[files]` names them. `last_file`: the last
+        file, its first half for validation. `column`: as the column of use `split` says.
+      validation: The share of rows (of users) that are for validation.
+      test: For test.
+      seed: Of `random` and `user`.
+    """
+
+    by: str = "order"
+    validation: float = 0.1
+    test: float = 0.1
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSchema:
+    """All that a schema file says.
+
+    Attributes:
+      name: Of the data set that is prepared; empty: the input's.
+      columns: Those that are used.
+      split: The rule.
+      delimiter: Of the files; empty: it is taken from the first line.
+      names: Of the columns, where no first line has them.
+      encoding: Of the files.
+      quoted: Whether fields may be in double quotes.
+      files: By split, names of files in the input's folder.
+    """
+
+    name: str
+    columns: tuple[TableColumn, ...]
+    split: Split = Split()
+    delimiter: str = ""
+    names: tuple[str, ...] | None = None
+    encoding: str = "utf-8"
+    quoted: bool = True
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def of(self, *uses: str) -> tuple[TableColumn, ...]:
+        """Returns the columns of any of these uses, in order."""
+        return tuple(c for c in self.columns if set(uses) & set(c.use))
+
+    @property
+    def tables(self) -> dict[str, tuple[TableColumn, ...]]:
+        """The embedding tables and the columns that read each."""
+        tables: dict[str, tuple[TableColumn, ...]] = {}
+        for c in self.of("categorical", "bag"):
+            tables[c.table] = (*tables.get(c.table, ()), c)
+        return tables
+
+    def check(self, where: str) -> None:
+        """Raises `UserError` unless a data set can be prepared by it; `where` names the file."""
+        names = [c.name for c in self.columns]
+        for use in ("weight", "user", "time", "split"):
+            have = [c.name for c in self.of(use)]
+            require(len(have) < 2, f"{where}: columns {', '.join(have)} are of use {use}, but only one may be")
+        require(bool(self.of("label")), f"{where}: no column is of use label, but one must be: {', '.join(names)}")
+        require(
+            bool(self.of("dense", "categorical", "bag")),
+            f"{where}: no column is of use dense, categorical or bag, so there is nothing to learn from",
+        )
+        needed = {"time": "time", "user": "user", "column": "split"}.get(self.split.by)
+        require(
+            needed is None or bool(self.of(needed)),
+            f"{where}: split.by is {self.split.by!r}, but no column is of use {needed}",
+        )
+        if self.split.by == "files":
+            missing = [s for s in SPLITS if s not in self.files]
+            require(not missing, f"{where}: split.by is 'files', but files.{(missing or [''])[0]} is not given")
+        if any(c.history for c in self.columns):
+            require(
+                bool(self.of("user")) and bool(self.of("time")),
+                f"{where}: a history needs a column of use user and one of use time",
+            )
+        for table, columns in self.tables.items():
+            for c in columns[1:]:
+                require(
+                    c.ids == columns[0].ids,
+                    f"{where}: columns {columns[0].name} and {c.name} share table {table!r}, so their vocabulary, "
+                    "min_count and max_rows must be equal",
+                )
+
+
+def load(path: Path, **overrides: Any) -> TableSchema:
+    """Reads a schema file.
+
+    Args:
+      path: Of the file.
+      **overrides: Settings of `[ids]` that replace the file's, where they are not None.
+
+    Raises:
+      UserError: It is absent, is not TOML, or says something that has no meaning.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"--schema is {str(path)!r}, which does not exist; --propose writes one for the table"
+        ) from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--schema is {str(path)!r}, which cannot be read as text: {e}") from e
+    try:
+        return parse(tomllib.loads(text), str(path), **overrides)
+    except tomllib.TOMLDecodeError as e:
+        raise UserError(f"{path} is not TOML: {e}") from e
+
+
+def parse(values: Mapping[str, Any], where: str, **overrides: Any) -> TableSchema:
+    """Makes a schema of what a TOML file holds; see `load`."""
+    _known(values, ("name", "files", "split", "ids", "columns"), where, "")
+    files = dict(_typed(values, "files", dict, where, {}))
+    _known(files, ("delimiter", "names", "encoding", "quoted", *SPLITS), where, "files.")
+    split = _filled(Split(), _typed(values, "split", dict, where, {}), where, "split.")
+    one_of(f"{where}: split.by", split.by, RULES)
+    for name in ("validation", "test"):
+        share = getattr(split, name)
+        require(0 < share < 1, f"{where}: split.{name} is {share}, but must lie between 0 and 1")
+    require(
+        split.validation + split.test < 1,
+        f"{where}: split.validation and split.test are {split.validation} and {split.test}: no rows are left",
+    )
+    ids = _filled(Ids(), _typed(values, "ids", dict, where, {}), where, "ids.")
+    ids = dataclasses.replace(ids, **{k: v for k, v in overrides.items() if v is not None})
+    described = _typed(values, "columns", dict, where, {})
+    require(bool(described), f"{where}: [columns] says of no column what it is for; --propose writes such a file")
+    schema = TableSchema(
+        name=_typed(values, "name", str, where, ""),
+        columns=tuple(_column(name, of_column, ids, where) for name, of_column in described.items()),
+        split=split,
+        delimiter=_typed(files, "delimiter", str, where, "", "files."),
+        names=tuple(_texts(files, "names", where)) if "names" in files else None,
+        encoding=_typed(files, "encoding", str, where, "utf-8", "files."),
+        quoted=_typed(files, "quoted", bool, where, True, "files."),
+        files={s: _typed(files, s, str, where, "", "files.") for s in SPLITS if s in files},
+    )
+    require(
+        not schema.name or all(c.isalnum() or c in "_-" for c in schema.name),
+        f"{where}: name is {schema.name!r}, but must consist of letters, digits, _ and -",
+    )
+    Format(schema.delimiter or ",", schema.names, schema.encoding, schema.quoted and schema.delimiter != "::")
+    schema.check(where)
+    return schema
+
+
+def _column(name: str, values: Any, ids: Ids, where: str) -> TableColumn:
+    at = f"{where}: columns.{name}"
+    require(isinstance(values, dict), f'{at} is {values!r}, but must be like {{use = "categorical"}}')
+    use = values.get("use")
+    uses = tuple(use) if isinstance(use, list) else (use,)
+    for u in uses:
+        one_of(f"{at}.use", u, tuple(USES))
+    _known(values, ("use", *dict.fromkeys(s for u in uses for s in USES[u])), where, f"columns.{name}.")
+    rest = {k: v for k, v in values.items() if k not in ("use", "vocabulary", "min_count", "max_rows")}
+    of_ids = {k: v for k, v in values.items() if k in ("vocabulary", "min_count", "max_rows")}
+    column = _filled(TableColumn(name, uses), rest, where, f"columns.{name}.")
+    ids = _filled(ids, of_ids, where, f"columns.{name}.")
+    one_of(f"{at}.vocabulary", ids.vocabulary, VOCABULARIES)
+    require(ids.min_count >= 1, f"{at}.min_count is {ids.min_count}, but must be at least 1")
+    require(2 <= ids.max_rows < 2**31, f"{at}.max_rows is {ids.max_rows}, but must be at least 2 and below 2^31")
+    one_of(f"{at}.transform", column.transform, TRANSFORMS)
+    one_of(f"{at}.combiner", column.combiner, COMBINERS)
+    require(column.history >= 0, f"{at}.history is {column.history}, but must be at least 0")
+    require(column.max_length >= 1, f"{at}.max_length is {column.max_length}, but must be at least 1")
+    require(bool(column.separator), f"{at}.separator is empty")
+    require(column.at_least is None or column.positive is None, f"{at}: only one of at_least and positive may be given")
+    return dataclasses.replace(column, table=column.table or name, ids=ids)
+
+
+def _known(values: Mapping[str, Any], known: tuple[str, ...], where: str, prefix: str) -> None:
+    for key in values:
+        require(key in known, f"{where}: {prefix}{key} is not known; there are: {', '.join(known)}")
+
+
+def _typed(values: Mapping[str, Any], key: str, kind: type, where: str, default: Any, prefix: str = "") -> Any:
+    value = values.get(key, default)
+    names = {dict: "a table", str: "text", bool: "true or false"}
+    require(isinstance(value, kind), f"{where}: {prefix}{key} is {value!r}, but must be {names[kind]}")
+    return value
+
+
+def _texts(values: Mapping[str, Any], key: str, where: str) -> list[str]:
+    names = values[key]
+    good = isinstance(names, list) and len(names) > 0 and all(isinstance(n, str) and n for n in names)
+    require(good and len(set(names)) == len(names), f"{where}: files.{key} must be a list of different names")
+    return names
+
+
+def _filled(defaults: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any:
+    """Returns the dataclass with fields replaced by values of the right types."""
+    kinds = {"str": str, "int": int, "float": float, "float | None": float, "str | None": str}
+    what = {str: "text", int: "a whole number", float: "a number"}
+    fields = {f.name: f.type for f in dataclasses.fields(defaults) if f.type in kinds and f.name != "name"}
+    _known(values, tuple(fields), where, prefix)
+    changes = {}
+    for key, value in values.items():
+        kind = kinds[str(fields[key])]
+        good = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        if not good or (kind is float and not math.isfinite(value)):
+            raise UserError(f"{where}: {prefix}{key} is {value!r}, but must be {what[kind]}")
+        changes[key] = kind(value)
+    return dataclasses.replace(defaults, **changes)
