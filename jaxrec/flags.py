@@ -92,6 +92,9 @@ def define_prepare() -> None:
     flags.DEFINE_integer("min_count", None, "Occurrences that a value needs for a row of its own; else the schema's.")
     flags.DEFINE_integer("max_table_rows", None, "Rows of an embedding table at most; else the schema's.")
     flags.DEFINE_integer("max_bad_rows", 0, "Malformed rows that are left out; one more ends the command.")
+    flags.DEFINE_string(
+        "compression", "zstd", "Of the prepared files: zstd; or none, about three times as large and faster."
+    )
     flags.DEFINE_integer("threads", None, "That read and encode; else one for each core.")
     flags.DEFINE_multi_string("set", [], "field=value of the synthetic data, such as train_rows=1000000.")
 
@@ -108,8 +111,9 @@ def prepare_process() -> None:
         not os.path.exists(FLAGS.compile_cache) or os.path.isdir(FLAGS.compile_cache),
         f"--compile_cache is {FLAGS.compile_cache!r}, which is a file, but must be a folder, or off",
     )
-    from jaxrec.startup import enable_compile_cache
+    from jaxrec.startup import enable_compile_cache, keep_freed_memory
 
+    keep_freed_memory()
     enable_compile_cache("" if FLAGS.compile_cache == "off" else FLAGS.compile_cache)
     _join_processes()
 

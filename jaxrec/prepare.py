@@ -17,7 +17,8 @@ DATASETS = ("movielens", "criteo", "tabular", "synthetic")
 _ONLY = {
     "schema": ("criteo", "tabular"), "propose": ("criteo", "tabular"), "vocabulary": ("criteo", "tabular"),
     "min_count": ("criteo", "tabular"), "max_table_rows": ("criteo", "tabular"),
-    "name": ("criteo", "tabular", "synthetic"), "set": ("synthetic",), "input": ("movielens", "criteo", "tabular"),
+    "name": ("criteo", "tabular", "synthetic"), "threads": ("criteo", "tabular"), "set": ("synthetic",),
+    "input": ("movielens", "criteo", "tabular"),
 }  # fmt: skip
 
 
@@ -40,6 +41,7 @@ def main() -> int:
         all(c.isalnum() or c in "_-" for c in name),
         f"--name is {name!r}, but must consist of letters, digits, _ and -",
     )
+    one_of("--compression", values.compression, ("zstd", "none"))
     if values.propose:
         return _propose()
     begin = time.perf_counter()
@@ -87,8 +89,9 @@ def _table() -> tuple[Path, int, int, int]:
     files, schema = _files_and_schema()
     bad_rows = BadRows(values.max_bad_rows)
     source = f"{values.dataset}: {', '.join(f.path.name for f in files[:3])}{', ...' if len(files) > 3 else ''}"
+    threads = values.threads or os.cpu_count() or 1
     folder, rows_in, rows_out = tabular.write(
-        files, schema, values.data_dir, source, bad_rows, threads=values.threads or os.cpu_count() or 1
+        files, schema, values.data_dir, source, bad_rows, threads=threads, compression=values.compression
     )
     _say_left_out(bad_rows)
     return folder, rows_in, rows_out, bad_rows.count
@@ -128,7 +131,7 @@ def _synthetic() -> tuple[Path, int, int, int]:
 
     values = flags.FLAGS
     data = overrides.apply(synthetic.SyntheticData(), values.set)
-    folder, rows = synthetic.write(data, values.name or synthetic.NAME, values.data_dir)
+    folder, rows = synthetic.write(data, values.name or synthetic.NAME, values.data_dir, values.compression)
     return folder, rows, rows, 0
 
 

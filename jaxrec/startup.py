@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Iterator
@@ -26,6 +27,24 @@ class PhaseClock:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - begin
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc keep what was freed, up to a quarter of a gigabyte, instead of giving it back to the system.
+
+    The system clears pages that it hands out, one by one as they are first written. Blocks, batches and a step's
+    buffers are megabytes large and short-lived: clearing their pages anew costs more than what is then done with them.
+
+    Returns:
+      Whether it did: other C libraries have no such option.
+    """
+    m_mmap_threshold, m_trim_threshold = -3, -1  # malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    # The greatest threshold that glibc takes is 32 MiB.
+    return bool(mallopt(m_mmap_threshold, 32 << 20)) and bool(mallopt(m_trim_threshold, 256 << 20))
 
 
 def seconds_since_process_start() -> float:

@@ -25,6 +25,9 @@ from jaxrec.data.timelines import Timelines
 
 # TFDS holds a file's blocks in memory while it writes the file.
 BLOCKS_PER_FILE = 64
+# Options of array_record. A group is a record, so that a block is read alone. zstd at level 1 is read as fast as at its
+# default level and written in two thirds of the time, and is 7 % larger on rows like Criteo's.
+COMPRESSIONS = {"zstd": "group_size:1,zstd:1", "none": "group_size:1,uncompressed"}
 
 
 def counted(blocks: Blocks) -> tuple[int, Iterator[Block]]:
@@ -38,6 +41,7 @@ def prepare(
     columns: Mapping[str, Column],
     splits: Mapping[str, tuple[int, Iterable[Block]]],
     timelines: Timelines | None = None,
+    compression: str = "zstd",
 ) -> None:
     """Writes a data set, all of it or nothing; does nothing where the folder exists.
 
@@ -50,6 +54,7 @@ def prepare(
       columns: Of every block.
       splits: By name: how many rows there must be, and their blocks, of `facts.block_rows` rows each but the last.
       timelines: The events, where rows have histories.
+      compression: One of `COMPRESSIONS`. Without, files are about three times as large, and read faster.
 
     Raises:
       UserError: The rows given are not as many as announced, the rows read back are not those given, the folder cannot
@@ -68,7 +73,7 @@ def prepare(
         try:
             with _writing_to(folder.parent):
                 temporary.mkdir()
-            _write(temporary, facts, columns, splits, timelines)
+            _write(temporary, facts, columns, splits, timelines, COMPRESSIONS[compression])
             try:
                 temporary.rename(folder)
             except OSError:
@@ -132,13 +137,14 @@ def _write(
     columns: Mapping[str, Column],
     splits: Mapping[str, tuple[int, Iterable[Block]]],
     timelines: Timelines | None,
+    options: str,
 ) -> None:
     """Writes and checks the temporary folder, the manifest last."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "facts": dataclasses.asdict(facts),
         "columns": {name: dataclasses.asdict(column) for name, column in columns.items()},
-        "splits": _write_rows(folder, "rows", facts, columns, splits),
+        "splits": _write_rows(folder, "rows", facts, columns, splits, options),
         "timelines": None,
     }
     if timelines is not None:
@@ -149,7 +155,7 @@ def _write(
         manifest["timelines"] = {
             "owners": timelines.owners,
             "columns": {name: dataclasses.asdict(column) for name, column in described.items()},
-            **_write_rows(folder, "timelines", facts, described, given),
+            **_write_rows(folder, "timelines", facts, described, given, options),
         }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
@@ -160,6 +166,7 @@ def _write_rows(
     facts: Facts,
     columns: Mapping[str, Column],
     splits: Mapping[str, tuple[int, Iterable[Block]]],
+    options: str,
 ) -> dict[str, Any]:
     """Writes splits as one TFDS data set and reads them back; returns the manifest's entries."""
     entries: dict[str, Any] = {}
@@ -171,7 +178,7 @@ def _write_rows(
         }
         # TFDS refuses a split without a record.
         shards = {split: given[split].files() for split, blocks in blocks_in.items() if blocks}
-        written = _write_tfds(folder, dataset, facts, columns, shards)
+        written = _write_tfds(folder, dataset, facts, columns, shards, options)
     for split in splits:
         given[split].finish()
         entries[split] = {
@@ -257,10 +264,22 @@ def _write_tfds(
     facts: Facts,
     columns: Mapping[str, Column],
     shards: Mapping[str, list[Callable[[], Iterator[tuple[int, Block]]]]],
+    options: str,
 ) -> Path:
     """Writes a TFDS data set, one record a block; returns its folder."""
     tfds = import_for_blocks("tensorflow_datasets", "tensorflow-datasets")
-    import_for_blocks("array_record.python.array_record_module", "array_record")
+    array_record = import_for_blocks("array_record.python.array_record_module", "array_record")
+    base = import_for_blocks("tensorflow_datasets.core.writer", "tensorflow-datasets").ExampleWriter
+
+    class ArrayRecords(base):
+        """TFDS's own writer has no options."""
+
+        def write(self, path, examples):
+            writer = array_record.ArrayRecordWriter(os.fspath(path), options)
+            for _, record in examples:
+                writer.write(record)
+            writer.close()
+
     features = {
         column_name: tfds.features.Tensor(
             shape=(None, *column.shape), dtype=np.dtype(column.dtype), encoding=tfds.features.Encoding.BYTES
@@ -285,6 +304,9 @@ def _write_tfds(
         def _shard_iterators_per_split(self, dl_manager):
             del dl_manager
             return shards
+
+        def _example_writer(self):
+            return ArrayRecords(self.info.file_format)
 
         def _log_download_bytes(self):
             """Prints nothing: TFDS would print sizes that it does not know, to stdout."""

@@ -131,13 +131,14 @@ class SyntheticData:
         return Dataset("synthetic", schema, splits, best_ne=best_ne if self.labels == "planted" else None)
 
 
-def write(data: SyntheticData, name: str, data_dir: str) -> tuple[Path, int]:
+def write(data: SyntheticData, name: str, data_dir: str, compression: str = "zstd") -> tuple[Path, int]:
     """Prepares synthetic rows as a TFDS data set of any size: blocks are computed as they are written.
 
     Args:
       data: Their shape and law.
       name: Of the data set.
       data_dir: Where prepared data sets are.
+      compression: As `block_writer.prepare` takes it.
 
     Returns:
       Its folder, and its rows.
@@ -163,7 +164,7 @@ def write(data: SyntheticData, name: str, data_dir: str) -> tuple[Path, int]:
         features=dataset.schema.features,
     )
     splits = {split: block_writer.counted(of_split) for split, of_split in dataset.splits.items()}
-    block_writer.prepare(folder, facts, blocks.columns_of(dataset.splits["train"][0]), splits)
+    block_writer.prepare(folder, facts, blocks.columns_of(dataset.splits["train"][0]), splits, None, compression)
     return folder, sum(of_split.rows for of_split in dataset.splits.values())
 
 

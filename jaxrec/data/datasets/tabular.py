@@ -64,7 +64,14 @@ def folder_of(data_dir: str, name: str) -> Path:
 
 
 def write(
-    files: Sequence[TableFile], schema: TableSchema, data_dir: str, source: str, bad_rows: BadRows, *, threads: int
+    files: Sequence[TableFile],
+    schema: TableSchema,
+    data_dir: str,
+    source: str,
+    bad_rows: BadRows,
+    *,
+    threads: int,
+    compression: str = "zstd",
 ) -> tuple[Path, int, int]:
     """Prepares a table in `folder_of(data_dir, schema.name)`.
 
@@ -77,6 +84,7 @@ def write(
       source: Where the rows come from, for the data set's facts.
       bad_rows: Where malformed rows are counted.
       threads: That read and encode.
+      compression: As `block_writer.prepare` takes it.
 
     Returns:
       The folder, the rows of the files (malformed ones included), and those that were written.
@@ -103,5 +111,5 @@ def write(
             made, rows_in = parts.make(files, schema, scratch, bad_rows, threads=threads)
             require(bool(made), f"{files[0].path} has no rows")
             encoded = encode.encode(made, files, schema, VERSION, source, scratch, threads=threads)
-            block_writer.prepare(folder, encoded.facts, encoded.columns, encoded.splits, encoded.timelines)
+            block_writer.prepare(folder, encoded.facts, encoded.columns, encoded.splits, encoded.timelines, compression)
     return folder, rows_in, sum(rows for rows, _ in encoded.splits.values())
