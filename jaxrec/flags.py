@@ -78,6 +78,15 @@ def define_evaluate() -> None:
     flags.DEFINE_integer("step", None, "Checkpoint to evaluate; the best where it is not given.")
 
 
+def define_profile() -> None:
+    """Flags of `jaxrec.profile`."""
+    flags.DEFINE_string("stages", "input", "What is timed: input (read, decode, shuffle, batch, transfer, together).")
+    flags.DEFINE_integer("threads", 2, "Of the pipeline, where its stages run together.")
+    flags.DEFINE_integer("samples", 5, "Of each stage.")
+    flags.DEFINE_float("seconds", 1.0, "Of a sample, at least.")
+    define_train()
+
+
 def define_prepare() -> None:
     """Flags of `jaxrec.prepare`."""
     flags.DEFINE_string(

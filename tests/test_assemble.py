@@ -55,7 +55,7 @@ def packed(columns, schema=SCHEMA):
 
 
 def test_slots_lengths_and_the_rest():
-    got = assemble(packed(block()), np.array([2, 0]), SCHEMA, StubTimelines(), WHERE)
+    got = assemble(packed(block()), np.array([2, 0]), SCHEMA, StubTimelines())
     batch = got.batch
     # Slots: movie | watched x 3 | genres x 2 | user.
     np.testing.assert_array_equal(batch.ids, [[3, 3, 0, 0, 0, 0, 2], [1, 7, 6, 0, 1, 2, 5]])
@@ -73,7 +73,7 @@ def test_slots_lengths_and_the_rest():
 def test_weight_is_read_and_group_defaults_to_0():
     schema = dataclasses.replace(SCHEMA, features=SCHEMA.features[:1])
     rows = packed(block(weight=np.array([0.5, 2, 0]), group=None), schema)
-    got = assemble(rows, np.arange(3), schema, None, WHERE)
+    got = assemble(rows, np.arange(3), schema, None)
     np.testing.assert_array_equal(got.batch.weight, [0.5, 2, 0])
     np.testing.assert_array_equal(got.group, [0, 0, 0])
     assert got.batch.lengths.shape == (3, 0)
@@ -81,13 +81,13 @@ def test_weight_is_read_and_group_defaults_to_0():
 
 def test_no_features_and_no_dense():
     schema = Schema((), {}, (), ("click", "like"))
-    got = assemble(packed(block(), schema), np.arange(3), schema, None, WHERE)
+    got = assemble(packed(block(), schema), np.arange(3), schema, None)
     assert got.batch.ids.shape == got.batch.dense.shape == (3, 0)
 
 
 def test_a_batch_shares_no_memory_with_the_rows():
     rows = packed(block())
-    got = assemble(rows, np.arange(3), SCHEMA, StubTimelines(), WHERE)
+    got = assemble(rows, np.arange(3), SCHEMA, StubTimelines())
     before = [a.copy() for a in got.batch]
     for array in rows:
         array[:] = 7
@@ -97,8 +97,8 @@ def test_a_batch_shares_no_memory_with_the_rows():
 
 def test_stack():
     rows = packed(block())
-    whole = assemble(rows, np.arange(3), SCHEMA, StubTimelines(), WHERE)
-    parts = [assemble(rows, np.array(i), SCHEMA, StubTimelines(), WHERE) for i in ([0, 1], [2])]
+    whole = assemble(rows, np.arange(3), SCHEMA, StubTimelines())
+    parts = [assemble(rows, np.array(i), SCHEMA, StubTimelines()) for i in ([0, 1], [2])]
     got = stack(parts)
     for a, b in zip(whole.batch, got.batch, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -140,20 +140,13 @@ def test_bad_columns_are_one_sentence(changes, sentence):
     assert message.startswith(WHERE) and sentence in message and "\n" not in message
 
 
-def test_a_bad_id_in_a_history():
-    columns = block(group=np.array([5, 0, 2]), position=np.array([6, 0, 0]))
-    rows = packed(columns)
-    with pytest.raises(UserError, match="feature watched holds id 11, but table movies has 10 rows"):
-        assemble(rows, np.arange(3), SCHEMA, StubTimelines(), WHERE)
-
-
 def test_two_features_may_read_one_column():
     features = (
         FeatureSpec("short", "bag", "genres", max_length=1, column="genres"),
         FeatureSpec("long", "bag", "genres", max_length=3, column="genres"),
     )
     schema = dataclasses.replace(SCHEMA, features=features)
-    got = assemble(packed(block(), schema), np.arange(3), schema, None, WHERE)
+    got = assemble(packed(block(), schema), np.arange(3), schema, None)
     np.testing.assert_array_equal(got.batch.ids, [[1, 1, 2, 3], [0, 0, 0, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(got.batch.lengths, [[1, 3], [0, 0], [1, 1]])
     assert got.truncated == 2
@@ -183,7 +176,7 @@ def test_ragged_rows_are_selected_like_lists(data, bags):
         "genres/lengths": np.array([len(bag) for bag in bags], np.int32),
         "labels": np.zeros((len(bags), 1)),
     }
-    got = assemble(packed(columns, schema), np.array(index, np.int64), schema, None, WHERE)
+    got = assemble(packed(columns, schema), np.array(index, np.int64), schema, None)
     assert [row[:n].tolist() for row, n in zip(got.batch.ids, got.batch.lengths[:, 0], strict=True)] == [
         bags[i][:2] for i in index
     ]

@@ -15,6 +15,7 @@ from jaxrec.checks import UserError
 from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.pipeline import Batches, stream
 from jaxrec.data.schema import Dataset, FeatureSpec, Schema
+from jaxrec.data.timelines import Timelines
 
 ROWS = 103
 SCHEMA = Schema(
@@ -307,6 +308,7 @@ from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.device import DevicePrefetch
 from jaxrec.data.pipeline import Batches, stream
 from jaxrec.data.schema import Dataset, FeatureSpec, Schema
+from jaxrec.data.timelines import Timelines
 schema = Schema((FeatureSpec("row", "categorical", "rows"),), {"rows": 100}, (), ("odd",))
 blocks = ArrayBlocks({"row": np.arange(100), "labels": np.zeros((100, 1))}, 8)
 prefetch = DevicePrefetch(stream(Batches(Dataset("x", schema, {"train": blocks}), "train", 10)), lambda batch: batch)
@@ -318,3 +320,13 @@ print("grain" in sys.modules)
 def test_arrays_need_no_grain_and_an_unclosed_stream_does_not_keep_the_program():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+def test_a_bad_id_in_a_timeline_is_refused_before_the_first_batch():
+    schema = Schema((FeatureSpec("watched", "history", "movies", max_length=3),), {"movies": 10}, (), ("odd",))
+    columns = {
+        "labels": np.zeros((4, 1), np.float32), "group": np.zeros(4, np.int32), "position": np.zeros(4, np.int32)
+    }  # fmt: skip
+    events = Timelines(np.array([0, 3]), {"watched": np.array([1, 10, 2], np.int32)}, "few")
+    with pytest.raises(UserError, match="split train: feature watched holds id 10, but table movies has 10 rows"):
+        Batches(Dataset("few", schema, {"train": ArrayBlocks(columns)}, events), "train", 2)

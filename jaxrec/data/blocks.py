@@ -147,21 +147,49 @@ class FileBlocks:
         Raises:
           UserError: The record is damaged, or does not hold the block's rows.
         """
+        return self.decode(index, self.record(index))
+
+    def record(self, index: int) -> bytes:
+        """Reads block `index` as its file has it, unpacked.
+
+        Raises:
+          UserError: It cannot be read.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
-        file = bisect.bisect_right(self._ends, index)
-        record = index - (self._ends[file - 1] if file else 0)
+        file, record = self._place(index)
         try:
-            block = _decode(self._readers[file].read([record])[0], self._columns)
+            return self._readers[file].read([record])[0]
+        except Exception as error:  # array_record raises RuntimeError
+            raise self._damaged(index) from error
+
+    def decode(self, index: int, record: bytes) -> Block:
+        """Decodes what `record(index)` has read.
+
+        Raises:
+          UserError: It is damaged, or does not hold the block's rows.
+        """
+        try:
+            block = _decode(record, self._columns)
             has = rows_of(block, self._columns)
-        except Exception as error:  # array_record raises RuntimeError, a damaged record may raise anything
-            raise _broken(self._paths[file], f"is damaged: record {record} cannot be read", self._folder) from error
+        except Exception as error:  # a damaged record may raise anything
+            raise self._damaged(index) from error
         rows = min(self.block_rows, self.rows - index * self.block_rows)
         if has != rows:
+            file, place = self._place(index)
             raise _broken(
-                self._paths[file], f"has {has} rows in record {record} where there must be {rows}", self._folder
+                self._paths[file], f"has {has} rows in record {place} where there must be {rows}", self._folder
             )
         return block
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Returns a block's file and its record there."""
+        file = bisect.bisect_right(self._ends, index)
+        return file, index - (self._ends[file - 1] if file else 0)
+
+    def _damaged(self, index: int) -> UserError:
+        file, record = self._place(index)
+        return _broken(self._paths[file], f"is damaged: record {record} cannot be read", self._folder)
 
     def _open(self, path: Path, blocks: int) -> Any:
         module = import_for_blocks("array_record.python.array_record_module", "array_record")

@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from jaxrec.checks import require
-from jaxrec.data.assemble import Rows, assemble, empty_rows, pack, stack
+from jaxrec.data.assemble import Rows, assemble, check_ids, empty_rows, pack, stack
 from jaxrec.data.schema import Dataset, HostBatch
 
 # What a random stream is for; with the seed and the indices it makes the stream's key.
@@ -86,7 +86,8 @@ class Batches:
           ranges: Which rows of each batch to read, as ascending half-open ranges; None: all.
 
         Raises:
-          UserError: No such split, an empty one, fewer rows than a shuffled batch needs, or a negative seed.
+          UserError: No such split, an empty one, fewer rows than a shuffled batch needs, a negative seed, or an event
+            whose id is outside its table.
         """
         has = ", ".join(dataset.splits)
         require(split in dataset.splits, f"data set {dataset.name} has no split {split!r}, but {has}")
@@ -106,6 +107,9 @@ class Batches:
             not histories or dataset.timelines is not None,
             f"data set {dataset.name}: features {', '.join(histories)} need timelines, but it has none",
         )
+        for f in dataset.schema.features:
+            if f.kind == "history" and dataset.timelines is not None:
+                check_ids(dataset.timelines.column(f.source), f, dataset.schema, self._where)
         self.batch_size = batch_size
         self._ranges = [(0, batch_size)] if ranges is None else list(ranges)
         self._local_rows = sum(stop - start for start, stop in self._ranges)
@@ -162,7 +166,7 @@ class Batches:
             opened = self._windows.get((epoch, window), self._make_window)
             rows, order = opened.open()
             index = order[max(begin - starts[window], 0) : end - starts[window]]
-            yield assemble(rows, index, self._schema, self._timelines, self._where)
+            yield assemble(rows, index, self._schema, self._timelines)
 
     def _random(self, purpose: int, *key: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, purpose, *key))))

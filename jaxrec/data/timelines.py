@@ -51,6 +51,17 @@ class Timelines:
         """E."""
         return int(self.offsets[-1])
 
+    def column(self, name: str) -> np.ndarray:
+        """Returns a column of the events, [E].
+
+        Raises:
+          UserError: There is no such column.
+        """
+        if name not in self.columns:
+            has = ", ".join(sorted(self.columns))
+            raise UserError(f"data set {self.name}: the timelines have no column {name!r}; there are {has}")
+        return self.columns[name]
+
     def cut(self, owner: np.ndarray, end: np.ndarray, column: str, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Cuts each row's last events before a position.
 
@@ -67,10 +78,7 @@ class Timelines:
         Raises:
           UserError: There is no such column or it does not hold int32, no such owner, or fewer events than `end`.
         """
-        if column not in self.columns:
-            has = ", ".join(sorted(self.columns))
-            raise UserError(f"data set {self.name}: the timelines have no column {column!r}; there are {has}")
-        values = self.columns[column]
+        values = self.column(column)
         require(
             np.can_cast(values.dtype, np.int32),
             f"data set {self.name}: the timelines' column {column!r} holds {values.dtype}, but ids must be int32",
@@ -91,9 +99,23 @@ class Timelines:
                 f"{owner[bad][0]} has {has[bad][0]} events, so it must be 0 <= position <= {has[bad][0]}"
             )
         lengths = np.minimum(end, length).astype(np.int32)
-        if not self.events:
-            return np.zeros((len(owner), length), np.int32), lengths
+        latest = start + end - 1
+        if self.events >= length:
+            # Row i of this view is values[i], values[i - 1], ...: a history is a row, and is copied as one.
+            last = length - 1
+            step = values.strides[0]
+            backward = np.lib.stride_tricks.as_strided(
+                values[last:], (len(values) - last, length), (step, -step), writeable=False
+            )
+            cut = backward[np.maximum(latest - last, 0)]
+        else:
+            cut = np.zeros((len(owner), length), values.dtype)
+        # The first events of all have fewer before them than the view is wide.
+        first = np.flatnonzero((latest < length - 1) & (end > 0))
         slot = np.arange(length)
-        # A slot past a row's first event reads whatever lies there, and is zeroed.
-        cut = values.take((start + end - 1)[:, None] - slot, mode="clip")
-        return np.multiply(cut, slot < lengths[:, None], dtype=np.int32), lengths
+        if len(first):
+            cut[first] = values.take(latest[first, None] - slot, mode="clip")
+        # A slot past a row's first event has read whatever lies there.
+        short = np.flatnonzero(lengths < length)
+        cut[short] *= slot < lengths[short, None]
+        return cut.astype(np.int32, copy=False), lengths
