@@ -55,7 +55,7 @@ def main() -> int:
         f"slowest     {slowest.name}, {1 / slowest.median / alone:.0%} of the time of the stages one after the other "
         f"({1 / alone:,.0f} rows/s)"
     )
-    print(json.dumps({stage.name: round(stage.median) for stage in stages}))
+    print(json.dumps({stage.name: [round(r) for r in stage.rows_per_second] for stage in stages}))
     return 0
 
 
