@@ -93,7 +93,7 @@ class MovielensData:
                 ),
             ]
         schema = Schema(tuple(features), facts.vocabulary, facts.dense, facts.labels, facts.auxiliary)
-        return Dataset(facts.name, schema, prepared.splits, prepared.timelines)
+        return Dataset(facts.name, schema, prepared.splits, prepared.timelines, unseen=facts.unseen)
 
 
 class Ratings(NamedTuple):
@@ -257,6 +257,15 @@ def _mean(liked: np.ndarray, count: np.ndarray) -> np.ndarray:
     return (liked + PRIOR_COUNT * PRIOR_MEAN) / (count + PRIOR_COUNT)
 
 
+def unseen(splits: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, int]]:
+    """Counts, by held-out split and column, the ids that no training row has: their rows keep their first values."""
+    columns = ("group", "movie", "genres", "year", "hour")
+    return {
+        name: {c: int(np.count_nonzero(~np.isin(splits[name][c], splits["train"][c]))) for c in columns}
+        for name in SPLITS[1:]
+    }
+
+
 def folder_of(data_dir: str, variant: str) -> Path:
     """Returns where a variant is prepared."""
     return Path(data_dir) / f"{NAME}{variant and '_'}{variant}-{VERSION}"
@@ -274,6 +283,7 @@ def write(folder: Path, ratings: Ratings, source: str) -> int:
         labels=("liked",),
         auxiliary=tuple(f"rating_{threshold}" for threshold in THRESHOLDS),
         longest={"genres": built.longest},
+        unseen=unseen(built.splits),
     )
     splits = {name: counted(ArrayBlocks(columns, facts.block_rows)) for name, columns in built.splits.items()}
     prepare(folder, facts, columns_of(built.splits["train"]), splits, built.timelines)
