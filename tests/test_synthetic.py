@@ -1,10 +1,15 @@
 """Synthetic rows: the law of the ids, the bags, the planted labels."""
 
+import weakref
+
 import numpy as np
 import pytest
 
 from jaxrec.checks import UserError
+from jaxrec.data import block_writer
+from jaxrec.data.datasets import synthetic
 from jaxrec.data.datasets.synthetic import PowerLaw, SyntheticData
+from jaxrec.data.datasets.tabular import TabularData
 from jaxrec.data.pipeline import Batches
 
 SMALL = SyntheticData(train_rows=20_000, validation_rows=9_000, test_rows=100, rows=50)
@@ -180,3 +185,48 @@ def test_refusals(fields, sentence):
     with pytest.raises(UserError) as error:
         SyntheticData(**fields)
     assert sentence in str(error.value)
+
+
+def test_prepared_rows_are_the_computed_ones(tmp_path):
+    """On disk, through TFDS, as they are computed; and the best NE is known there too."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    data = SyntheticData(train_rows=20_000, validation_rows=3_000, test_rows=9_000, tables=3, rows=50, bag=2, users=9)
+    folder, rows = synthetic.write(data, "planted", str(tmp_path))
+    assert rows == 32_000
+    computed, prepared = data.open(), TabularData("planted").open(str(tmp_path))
+    assert prepared.schema == computed.schema
+    for split, blocks in computed.splits.items():
+        assert prepared.splits[split].rows == blocks.rows and len(prepared.splits[split]) == len(blocks)
+        for i in range(len(blocks)):
+            for name, column in blocks[i].items():
+                np.testing.assert_array_equal(prepared.splits[split][i][name], column)
+    assert computed.best_ne is not None and prepared.best_ne is not None
+    assert prepared.best_ne("test") == computed.best_ne("test")
+    assert prepared.best_ne("train") is None  # A pass over any number of rows, which nobody asked for.
+    source = tfds.builder_from_directory(folder / "rows" / "1.0.0").as_data_source(split="test")
+    np.testing.assert_array_equal(source[1]["cat_0/lengths"], computed.splits["test"][1]["cat_0/lengths"])
+    with pytest.raises(UserError, match="exists already; delete it, or give another --name"):
+        synthetic.write(data, "planted", str(tmp_path))
+
+
+def test_preparing_holds_a_file_of_blocks_at_a_time(tmp_path, monkeypatch):
+    """Blocks are computed as they are written: whenever one is, those of earlier files are gone."""
+    monkeypatch.setattr(block_writer, "BLOCKS_PER_FILE", 2)
+    alive = weakref.WeakSet()
+    most = 0
+    true = synthetic._SyntheticBlocks.__getitem__
+
+    class Counted(dict):
+        __hash__ = object.__hash__
+
+    def counted(self, index):
+        nonlocal most
+        block = Counted(true(self, index))
+        alive.add(block)
+        most = max(most, len(alive))
+        return block
+
+    monkeypatch.setattr(synthetic._SyntheticBlocks, "__getitem__", counted)
+    data = SyntheticData(train_rows=20 * 8192, validation_rows=100, test_rows=100, tables=2, labels="bernoulli")
+    synthetic.write(data, "planted", str(tmp_path))
+    assert 2 <= most <= 5

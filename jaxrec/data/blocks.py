@@ -62,6 +62,7 @@ class Facts:
       block_rows: Rows of every block but a split's last.
       features: Sparse features, where the data set's config does not say them.
       unseen: By held-out split and feature, ids that training has no row for.
+      best_ne: Of planted data, by held-out split, the NE of the planted probabilities.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Facts:
     block_rows: int = BLOCK_ROWS
     features: tuple[FeatureSpec, ...] = ()
     unseen: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    best_ne: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

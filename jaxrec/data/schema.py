@@ -156,7 +156,7 @@ class Dataset:
       schema: Its columns.
       splits: `train`, `validation`, `test`.
       timelines: The users' events, where the schema has `history` features.
-      best_ne: For planted data, split -> the NE of the planted probabilities on that split's rows.
+      best_ne: For planted data, split -> the NE of the planted probabilities on that split's rows, where it is known.
       unseen: Of held-out splits, feature -> ids that training has no row for.
     """
 
@@ -164,7 +164,7 @@ class Dataset:
     schema: Schema
     splits: Mapping[str, Blocks]
     timelines: Timelines | None = None
-    best_ne: Callable[[str], float] | None = None
+    best_ne: Callable[[str], float | None] | None = None
     unseen: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
 

@@ -65,8 +65,8 @@ class Evaluator:
         result = results[0]
         if split in self._dataset.unseen:
             result["unseen_ids"] = float(sum(self._dataset.unseen[split].values()))
-        if self._dataset.best_ne is not None:
-            best = self._dataset.best_ne(split)
+        best = None if self._dataset.best_ne is None else self._dataset.best_ne(split)
+        if best is not None:
             result |= {"best_ne": best, "excess": (result["ne"] - best) / (1 - best)}
         return result
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrec.checks import UserError, one_of, require
-from jaxrec.data.schema import Block, Dataset, FeatureSpec, Schema
+from jaxrec.data.schema import Block, Blocks, Dataset, FeatureSpec, Schema
 
 NAME = "synthetic"
 BLOCK_ROWS = 8192
@@ -153,6 +153,7 @@ def write(data: SyntheticData, name: str, data_dir: str, compression: str = "zst
     folder = folder_of(data_dir, name)
     require(not folder.exists(), f"{folder} exists already; delete it, or give another --name")
     dataset = data.open()
+    held_out = {split: dataset.splits[split] for split in SPLITS[1:]}
     facts = blocks.Facts(
         name=name,
         version=VERSION,
@@ -162,6 +163,7 @@ def write(data: SyntheticData, name: str, data_dir: str, compression: str = "zst
         labels=dataset.schema.labels,
         longest={f.name: data.bag for f in dataset.schema.bags},
         features=dataset.schema.features,
+        best_ne={s: _best_ne(blocks) for s, blocks in held_out.items()} if data.labels == "planted" else {},
     )
     splits = {split: block_writer.counted(of_split) for split, of_split in dataset.splits.items()}
     block_writer.prepare(folder, facts, blocks.columns_of(dataset.splits["train"][0]), splits, None, compression)
@@ -344,7 +346,7 @@ def _bias(rate: float, signal: float) -> float:
     return (low + high) / 2
 
 
-def _best_ne(blocks: _SyntheticBlocks) -> float:
+def _best_ne(blocks: Blocks) -> float:
     """NE of the planted probabilities: their log loss over the entropy of the mean label, on the same rows."""
     loss = clicks = 0.0
     for i in range(len(blocks)):
