@@ -161,7 +161,10 @@ def suggest(name: str, seen: Seen, ids: Ids) -> str:
     if lower in _LABELS and binary:
         return '{use = "label"}'
     if lower in _LABELS and of_numbers:
-        return f'{{use = "label", at_least = {seen.low + 0.8 * (seen.high - seen.low):g}}}  # choose where a 1 begins'
+        high = seen.low + 0.75 * (seen.high - seen.low)
+        return (
+            f'{{use = "label", at_least = {round(high) if seen.high - seen.low > 3 else high:g}}}  # where a 1 begins'
+        )
     if seen.distinct <= 1:
         return '{use = "ignore"}  # all values are equal'
     if lower in _USERS:
@@ -174,7 +177,7 @@ def suggest(name: str, seen: Seen, ids: Ids) -> str:
         return '{use = "bag", separator = "|"}'
     if of_numbers and seen.whole < filled:
         return '{use = "dense"}'
-    looks_like_id = re.search(r"(^|_)(id|code|type|cat|category|hash)$|^c\d+$", lower) is not None
+    looks_like_id = re.search(r"((^|_)(id|code|type|cat|category|hash)|[a-z](Id|ID|Code|Type))$|^[cC]\d+$", name)
     if seen.distinct > 0.9 * seen.rows and not (of_numbers and not looks_like_id) and seen.rows > 100:
         return '{use = "ignore"}  # nearly every row has a value of its own'
     if of_numbers and not looks_like_id and (seen.distinct > 50 or re.fullmatch(r"i\d+", lower)):
