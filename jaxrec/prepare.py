@@ -33,9 +33,9 @@ def main() -> int:
         )
     require(bool(values.input) or values.dataset == "synthetic", "--input is not given, but must be a file or a folder")
     require(values.max_bad_rows >= 0, f"--max_bad_rows is {values.max_bad_rows}, but must not be negative")
-    for name in ("min_count", "max_table_rows", "threads"):
+    for name, least in (("min_count", 1), ("max_table_rows", 2), ("threads", 1)):
         value = values[name].value
-        require(value is None or value >= 1, f"--{name} is {value}, but must be at least 1")
+        require(value is None or value >= least, f"--{name} is {value}, but must be at least {least}")
     name = values.name or ""
     require(
         all(c.isalnum() or c in "_-" for c in name),

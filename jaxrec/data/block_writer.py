@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
@@ -71,28 +72,33 @@ def prepare(
                 shutil.rmtree(stale, ignore_errors=True)
         temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         try:
-            with _writing_to(folder.parent):
+            with writing_to(folder.parent):
                 temporary.mkdir()
-            _write(temporary, facts, columns, splits, timelines, COMPRESSIONS[compression])
-            try:
-                temporary.rename(folder)
-            except OSError:
-                # Without locks another process may have been faster. Its folder is as good as ours.
-                if not folder.exists():
-                    raise
-        except Exception as error:
-            if "No space left on device" not in str(error):  # array_record raises RuntimeError
-                raise
-            raise UserError(f"--data_dir is {str(folder.parent)!r}, whose disk has no room left") from error
+                _write(temporary, facts, columns, splits, timelines, COMPRESSIONS[compression])
+                try:
+                    temporary.rename(folder)
+                except OSError:
+                    # Without locks another process may have been faster. Its folder is as good as ours.
+                    if not folder.exists():
+                        raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _writing_to(data_dir: Path) -> Iterator[None]:
+def writing_to(data_dir: Path) -> Iterator[None]:
+    """Turns a disk without room, or a folder that cannot be written, into a sentence."""
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        # array_record raises RuntimeError, and says in words what the system said.
+        if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+            raise UserError(
+                f"--data_dir is {str(data_dir)!r}, whose disk has no room left (or takes no file as large); make room "
+                "and give the same command again"
+            ) from error
+        if isinstance(error, RuntimeError):
+            raise
         raise UserError(
             f"--data_dir is {str(data_dir)!r}, but must be a folder that can be written: {error.strerror}"
         ) from error
@@ -109,7 +115,7 @@ def locked(data_dir: Path, name: str, what: str) -> Iterator[bool]:
       UserError: The folder cannot be written.
     """
     with contextlib.ExitStack() as stack:
-        with _writing_to(data_dir):
+        with writing_to(data_dir):
             data_dir.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(data_dir / name, "w"))
         yield _wait_for(lock, what)

@@ -106,7 +106,9 @@ def write(
     }
     scratch = folder.parent / f".{folder.name}.parts"
     with block_writer.locked(folder.parent, f".{folder.name}.parts.lock", folder.name):
-        require(not folder.exists(), f"{folder} exists already; {use}, delete it, or give another --name")
+        # One whose parts were not yet deleted was interrupted at its very end, and is completed.
+        done = folder.exists() and not parts.are_of(scratch, identity)
+        require(not done, f"{folder} exists already; {use}, delete it, or give another --name")
         with parts.kept_in(scratch, identity):
             made, rows_in = parts.make(files, schema, scratch, bad_rows, threads=threads)
             require(bool(made), f"{files[0].path} has no rows")

@@ -83,6 +83,7 @@ def encode(
         labels=tuple(c.name for c in schema.of("label")),
         auxiliary=tuple(c.name for c in schema.of("auxiliary")),
         longest=encoder.longest,
+        block_rows=BLOCK_ROWS,
         features=features(schema),
         unseen=unseen,
     )
@@ -95,12 +96,18 @@ def features(schema: TableSchema) -> tuple[FeatureSpec, ...]:
     specs = []
     for c in schema.of("categorical", "bag"):
         if "bag" in c.use:
-            specs.append(FeatureSpec(c.name, "bag", c.table, c.combiner, c.max_length))
+            specs.append(FeatureSpec(c.name, "bag", c.table, c.combiner, c.max_length, column=block_column(c.name)))
             continue
-        specs.append(FeatureSpec(c.name, "categorical", c.table))
+        specs.append(FeatureSpec(c.name, "categorical", c.table, column=block_column(c.name)))
         if c.history:
-            specs.append(FeatureSpec(f"{c.name}_history", "history", c.table, c.combiner, c.history, column=c.name))
+            history = f"{c.name}_history"
+            specs.append(FeatureSpec(history, "history", c.table, c.combiner, c.history, column=block_column(c.name)))
     return tuple(specs)
+
+
+def block_column(name: str) -> str:
+    """Returns where blocks hold the ids of a table's column: it may be named as a block's own columns are."""
+    return f"{name}/ids"
 
 
 class _Encoder:
@@ -166,7 +173,8 @@ class _Encoder:
             for c in self.schema.of("bag"):
                 lengths = part.values[c.name].lengths
                 assert lengths is not None
-                self.longest[c.name] = max(self.longest.get(c.name, 0), int(lengths.max(initial=0)))
+                column = block_column(c.name)
+                self.longest[column] = max(self.longest.get(column, 0), int(lengths.max(initial=0)))
             if self._user:
                 values = part.values[self._user]
                 users.add(values.keys, np.bincount(values.codes, minlength=len(values.keys)))
@@ -224,7 +232,7 @@ class _Encoder:
 
     def timelines(self) -> Timelines:
         """Returns the training events of every user, in the order of time."""
-        owners, times, columns = [], [], {c.name: [] for c in self.schema.columns if c.history}
+        owners, times, columns = [], [], {block_column(c.name): [] for c in self.schema.columns if c.history}
         train = [i for i, rows in enumerate(self._rows_of_part) if rows[splits.TRAIN]]
         for i, part in self._loaded(train):
             used = self._assigned(i, part) == splits.TRAIN
@@ -233,7 +241,7 @@ class _Encoder:
             times.append(part.time[used])
             for c in self.schema.columns:
                 if c.history:
-                    columns[c.name].append(self._ids(part, c.name, c.table)[used])
+                    columns[block_column(c.name)].append(self._ids(part, c.name, c.table)[used])
         owner, time = np.concatenate(owners), np.concatenate(times)
         self._history = _History(owner, time)
         order = self._history.order
@@ -266,14 +274,15 @@ class _Encoder:
             columns["position"] = self._history.before(columns["group"], part.time[rows])
         for c in self.schema.of("categorical", "bag"):
             ids, lengths = self._ids(part, c.name, c.table), part.values[c.name].lengths
+            name = block_column(c.name)
             if lengths is None:
-                columns[c.name] = ids[rows]
+                columns[name] = ids[rows]
                 continue
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
             kept = lengths[rows]
             within = np.arange(kept.sum()) - np.repeat(np.cumsum(kept) - kept, kept)
-            columns[c.name] = ids[np.repeat(starts[rows], kept) + within]
-            columns[f"{c.name}/lengths"] = kept
+            columns[name] = ids[np.repeat(starts[rows], kept) + within]
+            columns[f"{name}/lengths"] = kept
         return columns
 
     def described(self) -> dict[str, Column]:
@@ -290,9 +299,9 @@ class _Encoder:
         if self._history is not None:
             columns["position"] = Column("int32")
         for c in self.schema.of("categorical", "bag"):
-            columns[c.name] = Column("int32", bag="bag" in c.use)
+            columns[block_column(c.name)] = Column("int32", bag="bag" in c.use)
             if "bag" in c.use:
-                columns[f"{c.name}/lengths"] = Column("int32")
+                columns[f"{block_column(c.name)}/lengths"] = Column("int32")
         return columns
 
     def blocks(self, s: int) -> Iterator[Block]:

@@ -96,6 +96,11 @@ def find(path: Path, schema: TableSchema | None = None) -> list[TableFile]:
     Raises:
       UserError: There is none, or the files that the schema names are absent.
     """
+    with text_tables.readable(path):
+        return _find(path, schema)
+
+
+def _find(path: Path, schema: TableSchema | None) -> list[TableFile]:
     require(path.exists(), f"--input is {str(path)!r}, which does not exist")
     if schema is not None and schema.split.by == "files":
         named = {split: path / schema.files[split] for split in SPLITS}
@@ -104,6 +109,7 @@ def find(path: Path, schema: TableSchema | None = None) -> list[TableFile]:
         return [TableFile(file, _form(file, schema), split) for split, file in named.items()]
     if path.is_file():
         return [TableFile(path, _form(path, schema))]
+    require(path.is_dir(), f"--input is {str(path)!r}, but must be a file or a folder")
     files = sorted((f for f in path.iterdir() if _is_table(f)), key=lambda f: _natural(f.name))
     require(bool(files), f"--input is {str(path)!r}, a folder without files that end with {', '.join(SUFFIXES)} or .gz")
     return [TableFile(f, _form(f, schema)) for f in files]
@@ -167,11 +173,32 @@ def _opened_parquet(path: Path) -> Iterator[tuple[tuple[str, ...], Iterator[Task
                     return
                 columns = dict(zip(batch.schema.names, batch.columns, strict=True))
                 rows = Rows(start + 1 + np.arange(batch.num_rows), columns)
-                yield Task(start, batch.num_rows, lambda types, rows=rows: Parsed(_selected(rows, types), []))
+                yield Task(start, batch.num_rows, lambda types, rows=rows: Parsed(_selected(rows, types, path), []))
                 start += batch.num_rows
 
         yield names, tasks()
 
 
-def _selected(rows: Rows, types: Mapping[str, Any] | None) -> Rows:
-    return rows if types is None else Rows(rows.lines, {name: rows.columns[name] for name in types})
+def _selected(rows: Rows, types: Mapping[str, Any] | None, path: Path) -> Rows:
+    names = rows.columns if types is None else types
+    return Rows(rows.lines, {name: _plain(rows.columns[name], f"{path}: column {name!r}") for name in names})
+
+
+def _plain(column: Any, where: str) -> Any:
+    """Returns a column of numbers, dates, text, or lists of text, whatever parquet's types for them are."""
+    arrow = import_package("pyarrow", "reading parquet needs the package pyarrow", "'jaxrec[prepare]'")
+    types = arrow.types
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if types.is_float16(kind):
+        return column.cast(arrow.float32())
+    if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_string(kind):
+        return column
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return column
+    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    try:
+        return column.cast(arrow.list_(arrow.string()) if lists else arrow.string())
+    except arrow.ArrowException as e:
+        raise UserError(f"{where} is of type {kind}, but must hold numbers, dates, text, or lists of these") from e

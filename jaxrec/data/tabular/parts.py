@@ -13,11 +13,9 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-import errno
 import json
 import shutil
 import sys
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
@@ -26,10 +24,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from jaxrec.checks import UserError, import_package, require
+from jaxrec.data.block_writer import writing_to
 from jaxrec.data.tabular.files import Parsed, TableFile
 from jaxrec.data.tabular.schema import SPLITS, TableColumn, TableSchema
 from jaxrec.data.tabular.text_tables import BadRows, Rows, numbers
 from jaxrec.data.tabular.vocabulary import keys_of
+
+# In a folder of parts: what they are of.
+_OF = "of.json"
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -185,6 +188,10 @@ def _types(schema: TableSchema) -> dict[str, Any]:
 def convert(parsed: Parsed, schema: TableSchema) -> tuple[Part, list[tuple[int, str]]]:
     """Makes a part of parsed rows; returns it, and (line, why) of the malformed rows."""
     rows, wrong = parsed.rows, list(parsed.wrong)
+    for c in schema.columns:
+        one = c.use != ("ignore",) and "bag" not in c.use
+        lists = one and _import("pyarrow").types.is_list(rows.columns[c.name].type)
+        require(not lists, f"column {c.name!r} holds lists, but is of use {', '.join(c.use)}; only a bag takes them")
     bad: dict[int, str] = {}
     n = len(rows.lines)
 
@@ -218,9 +225,11 @@ def convert(parsed: Parsed, schema: TableSchema) -> tuple[Part, list[tuple[int, 
         refuse(np.isinf(dense[:, i]), lambda i, v=values, c=c: f"{c.name} is {v[i]:g}, which is beyond float32")
     weight = None
     for c in schema.of("weight"):
-        weight = real(c.name, None).astype(np.float32)
-        good = np.isfinite(weight) & (weight >= 0)
-        refuse(~good, lambda i, v=weight, c=c: f"{c.name} is {v[i]:g}, but a weight must be at least 0")
+        values = real(c.name, None)
+        with np.errstate(over="ignore"):
+            weight = values.astype(np.float32)
+        refuse(np.isinf(weight), lambda i, v=values, c=c: f"{c.name} is {v[i]:g}, which is beyond float32")
+        refuse(values < 0, lambda i, v=values, c=c: f"{c.name} is {v[i]:g}, but a weight must be at least 0")
     time = None
     for c in schema.of("time"):
         time, why = _times(rows, c)
@@ -303,17 +312,19 @@ def _times(rows: Rows, column: TableColumn) -> tuple[np.ndarray, dict[int, str]]
 
 
 def _iso(text: Any) -> Any:
-    arrow = _import("pyarrow")
+    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
     try:
-        return text.cast(arrow.timestamp("us"))
+        dates = text.cast(arrow.timestamp("us"))
+        # Python has no year 0.
+        return compute.if_else(compute.less(compute.year(dates), 1), None, dates)
     except arrow.ArrowInvalid:
         values: list[int | None] = []
         for field in text.to_pylist():
             try:
                 date = datetime.datetime.fromisoformat(field)
                 date = date.replace(tzinfo=date.tzinfo or datetime.UTC)
-                values.append(round(date.timestamp() * 1_000_000))
-            except ValueError:
+                values.append((date - _EPOCH) // datetime.timedelta(microseconds=1))
+            except (ValueError, OverflowError):
                 values.append(None)
         return arrow.array(values, arrow.int64()).cast(arrow.timestamp("us"))
 
@@ -367,7 +378,7 @@ def load(made: Made) -> Part:
       UserError: The file is damaged.
     """
     try:
-        with np.load(made.path) as file:
+        with made.path.open("rb") as opened, np.load(opened) as file:
             arrays = dict(file.items())
         names = json.loads(arrays["about"].tobytes())["columns"]
         values = {
@@ -377,7 +388,7 @@ def load(made: Made) -> Part:
         rest = (arrays.get(name) for name in ("weight", "time", "split"))
         part = Part(arrays["labels"], arrays["dense"], values, *rest)
         assert part.rows == made.rows
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, AssertionError) as e:
+    except Exception as e:  # A damaged file may raise anything.
         raise UserError(f"{made.path} is damaged: delete the folder {made.path.parent} and prepare again") from e
     return part
 
@@ -385,26 +396,18 @@ def load(made: Made) -> Part:
 def _about(path: Path) -> dict[str, Any] | None:
     """What a part says of itself; None: there is none, or it cannot be read and must be made again."""
     try:
-        with np.load(path) as file:
+        with path.open("rb") as opened, np.load(opened) as file:
             return json.loads(file["about"].tobytes())
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except Exception:  # A damaged file may raise anything.
         return None
 
 
-@contextlib.contextmanager
-def writing_to(data_dir: Path) -> Iterator[None]:
-    """Turns a disk without room, or a folder that cannot be written, into a sentence."""
+def are_of(folder: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether the folder holds parts of these files and this schema, as `kept_in` notes it."""
     try:
-        yield
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(
-                f"--data_dir is {str(data_dir)!r}, whose disk has no room left; make room and give the same command, "
-                "which goes on from there"
-            ) from e
-        raise UserError(
-            f"--data_dir is {str(data_dir)!r}, but must be a folder that can be written: {e.strerror}"
-        ) from e
+        return (folder / _OF).read_bytes() == _text(identity)
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -413,18 +416,23 @@ def kept_in(folder: Path, identity: Mapping[str, Any]) -> Iterator[None]:
 
     It is kept where the preparation does not end well, so that the next goes on from there.
     """
-    about = folder / "of.json"
-    text = json.dumps(identity, indent=1, sort_keys=True)
     with writing_to(folder.parent):
-        if folder.exists() and (not about.is_file() or about.read_text() != text):
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not about.is_file():
-            temporary = about.with_suffix(".tmp")
-            temporary.write_text(text)
-            temporary.rename(about)
+        if not are_of(folder, identity):
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            temporary = (folder / _OF).with_suffix(".tmp")
+            temporary.write_bytes(_text(identity))
+            temporary.rename(folder / _OF)
     yield
-    shutil.rmtree(folder, ignore_errors=True)
+    # Last what says whose they are: a deletion that is interrupted goes on, too.
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == _OF):
+        path.unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _text(identity: Mapping[str, Any]) -> bytes:
+    return json.dumps(identity, indent=1, sort_keys=True).encode()
 
 
 def _import(module: str) -> Any:

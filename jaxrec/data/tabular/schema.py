@@ -31,7 +31,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +45,10 @@ RULES = ("order", "time", "random", "user", "files", "last_file", "column")
 VOCABULARIES = ("frequency", "hash")
 TRANSFORMS = ("log", "standard", "none")
 
+# Of a time column: kinds of dates that are no pattern of strptime.
+TIMES = ("number", "iso")
+# No column can be used for two of these.
+_APART = ({"label", "auxiliary"}, {"bag", "categorical"}, {"bag", "user"})
 _IDS = ("table", "vocabulary", "min_count", "max_rows", "combiner")
 # What a column may be used for, and the settings that each use takes.
 USES: dict[str, tuple[str, ...]] = {
@@ -191,6 +194,12 @@ class TableSchema:
                 bool(self.of("user")) and bool(self.of("time")),
                 f"{where}: a history needs a column of use user and one of use time",
             )
+        for c in self.columns:
+            other = f"{c.name}_history"
+            require(
+                not c.history or other not in names,
+                f"{where}: the history of column {c.name} is feature {other}, but there is a column of that name",
+            )
         for table, columns in self.tables.items():
             for c in columns[1:]:
                 require(
@@ -219,9 +228,10 @@ def load(path: Path, **overrides: Any) -> TableSchema:
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--schema is {str(path)!r}, which cannot be read as text: {e}") from e
     try:
-        return parse(tomllib.loads(text), str(path), **overrides)
-    except tomllib.TOMLDecodeError as e:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as e:  # Numbers of more digits than Python converts; lists in lists in lists.
         raise UserError(f"{path} is not TOML: {e}") from e
+    return parse(values, str(path), **overrides)
 
 
 def parse(values: Mapping[str, Any], where: str, **overrides: Any) -> TableSchema:
@@ -234,11 +244,13 @@ def parse(values: Mapping[str, Any], where: str, **overrides: Any) -> TableSchem
     for name in ("validation", "test"):
         share = getattr(split, name)
         require(0 < share < 1, f"{where}: split.{name} is {share}, but must lie between 0 and 1")
+    require(0 <= split.seed < 2**63, f"{where}: split.seed is {split.seed}, but must be at least 0 and below 2^63")
     require(
         split.validation + split.test < 1,
         f"{where}: split.validation and split.test are {split.validation} and {split.test}: no rows are left",
     )
     ids = _filled(Ids(), _typed(values, "ids", dict, where, {}), where, "ids.")
+    _check_ids(ids, f"{where}: ids")
     ids = dataclasses.replace(ids, **{k: v for k, v in overrides.items() if v is not None})
     described = _typed(values, "columns", dict, where, {})
     require(bool(described), f"{where}: [columns] says of no column what it is for; --propose writes such a file")
@@ -256,7 +268,10 @@ def parse(values: Mapping[str, Any], where: str, **overrides: Any) -> TableSchem
         not schema.name or all(c.isalnum() or c in "_-" for c in schema.name),
         f"{where}: name is {schema.name!r}, but must consist of letters, digits, _ and -",
     )
-    Format(schema.delimiter or ",", schema.names, schema.encoding, schema.quoted and schema.delimiter != "::")
+    try:
+        Format(schema.delimiter or ",", schema.names, schema.encoding, schema.quoted and schema.delimiter != "::")
+    except UserError as e:
+        raise UserError(f"{where}: {e}") from e
     schema.check(where)
     return schema
 
@@ -265,24 +280,34 @@ def _column(name: str, values: Any, ids: Ids, where: str) -> TableColumn:
     at = f"{where}: columns.{name}"
     require(isinstance(values, dict), f'{at} is {values!r}, but must be like {{use = "categorical"}}')
     use = values.get("use")
-    uses = tuple(use) if isinstance(use, list) else (use,)
+    uses: tuple[Any, ...] = tuple(use) if isinstance(use, list) and use else (use,)
     for u in uses:
         one_of(f"{at}.use", u, tuple(USES))
+    clash = len(set(uses)) < len(uses) or ("ignore" in uses and len(uses) > 1) or any(a <= set(uses) for a in _APART)
+    require(not clash, f"{at}.use is {use}, but these uses exclude each other")
     _known(values, ("use", *dict.fromkeys(s for u in uses for s in USES[u])), where, f"columns.{name}.")
     rest = {k: v for k, v in values.items() if k not in ("use", "vocabulary", "min_count", "max_rows")}
     of_ids = {k: v for k, v in values.items() if k in ("vocabulary", "min_count", "max_rows")}
     column = _filled(TableColumn(name, uses), rest, where, f"columns.{name}.")
     ids = _filled(ids, of_ids, where, f"columns.{name}.")
-    one_of(f"{at}.vocabulary", ids.vocabulary, VOCABULARIES)
-    require(ids.min_count >= 1, f"{at}.min_count is {ids.min_count}, but must be at least 1")
-    require(2 <= ids.max_rows < 2**31, f"{at}.max_rows is {ids.max_rows}, but must be at least 2 and below 2^31")
+    _check_ids(ids, at)
     one_of(f"{at}.transform", column.transform, TRANSFORMS)
     one_of(f"{at}.combiner", column.combiner, COMBINERS)
     require(column.history >= 0, f"{at}.history is {column.history}, but must be at least 0")
     require(column.max_length >= 1, f"{at}.max_length is {column.max_length}, but must be at least 1")
     require(bool(column.separator), f"{at}.separator is empty")
+    require(
+        column.format in TIMES or "%" in column.format,
+        f"{at}.format is {column.format!r}, but must be {', '.join(TIMES)}, or as of strptime, such as %Y-%m-%d",
+    )
     require(column.at_least is None or column.positive is None, f"{at}: only one of at_least and positive may be given")
     return dataclasses.replace(column, table=column.table or name, ids=ids)
+
+
+def _check_ids(ids: Ids, at: str) -> None:
+    one_of(f"{at}.vocabulary", ids.vocabulary, VOCABULARIES)
+    require(ids.min_count >= 1, f"{at}.min_count is {ids.min_count}, but must be at least 1")
+    require(2 <= ids.max_rows < 2**31, f"{at}.max_rows is {ids.max_rows}, but must be at least 2 and below 2^31")
 
 
 def _known(values: Mapping[str, Any], known: tuple[str, ...], where: str, prefix: str) -> None:
@@ -314,7 +339,8 @@ def _filled(defaults: Any, values: Mapping[str, Any], where: str, prefix: str) -
     for key, value in values.items():
         kind = kinds[str(fields[key])]
         good = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
-        if not good or (kind is float and not math.isfinite(value)):
-            raise UserError(f"{where}: {prefix}{key} is {value!r}, but must be {what[kind]}")
+        # No setting is a number that large, and not every such integer is a float.
+        if not good or (kind is not str and not abs(value) < 2**63):
+            raise UserError(f"{where}: {prefix}{key} is {str(value)[:40]!r}, but must be {what[kind]}")
         changes[key] = kind(value)
     return dataclasses.replace(defaults, **changes)

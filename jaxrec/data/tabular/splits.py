@@ -61,13 +61,15 @@ def assign(
 
         return of_time
 
+    salt = mixed(np.array([split.seed + 1], np.uint64))
+
     def drawn(i: int, part: Part) -> np.ndarray:
         if split.by == "user":
             values = part.values[user]
             keys = values.keys[values.codes]
         else:
             keys = (starts[i] + np.arange(part.rows)).astype(np.uint64)
-        draws = (mixed(keys ^ mixed(np.uint64(split.seed) + np.uint64(1))) >> np.uint64(11)) * 2.0**-53
+        draws = (mixed(keys ^ salt) >> np.uint64(11)) * 2.0**-53
         return _of(draws, 1 - held, 1 - split.test)
 
     return drawn

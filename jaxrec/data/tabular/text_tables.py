@@ -27,14 +27,15 @@ from jaxrec.checks import UserError, import_package, require
 
 # Bytes of text that are parsed at a time.
 PIECE_BYTES = 8 << 20
-# A quoted field may hold line ends. One that is longer than this was never closed.
+# A quoted field may hold line ends. One of more bytes than this was never closed.
 LONGEST_QUOTED = 1 << 20
-# No line of a table is as long as this.
+# Neither a table's first line nor any other is as long as this.
+LONGEST_FIRST_LINE = 1 << 20
 LONGEST_LINE = 64 << 20
 # Stands for a separator of two bytes.
 _UNIT_SEPARATOR = "\x1f"
 _INTEGER = re.compile(r"-?[0-9]+")
-_REAL = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 @dataclasses.dataclass
@@ -88,8 +89,8 @@ class Format:
         )
         require(single or not self.quoted, "with the delimiter :: no field can be quoted")
         try:
-            codecs.lookup(self.encoding)
-        except LookupError:
+            "".encode(self.encoding)  # Python has codecs that are not of text, and one that refuses all.
+        except (LookupError, ValueError):
             raise UserError(f"the encoding is {self.encoding!r}, but must be one that Python knows") from None
 
     @property
@@ -166,16 +167,19 @@ def opened(
         if codecs.lookup(form.encoding).name != "utf-8":
             file = _Transcoded(file, path, form.encoding)
         begin = _read_up_to(file, PIECE_BYTES)
-        skipped = 3 if begin.startswith(b"\xef\xbb\xbf") else 0
+        while b"\n" not in begin and len(begin) < LONGEST_FIRST_LINE and (more := file.read(PIECE_BYTES)):
+            begin += more
+        skipped = len(codecs.BOM_UTF8) if begin.startswith(codecs.BOM_UTF8) else 0
         head, end, _ = begin[skipped:].partition(b"\n")
         require(
-            bool(end) or len(head) < LONGEST_QUOTED,
+            bool(end) or len(head) < LONGEST_FIRST_LINE,
             f"{path}: its first line is longer than a megabyte, so it is no table",
         )
         first = _fields_of(head.rstrip(b"\r"), form)
         names = form.names
         if names is None:
-            require(any(first), f"{path} is empty, but must have the columns' names in its first line")
+            require(bool(head + end), f"{path} is empty, but must have the columns' names in its first line")
+            require(any(first), f"{path}: its first line is {head[:40]!r}, but must be the columns' names")
             names = tuple(first)
             twice = [name for name in names if names.count(name) > 1]
             require(not twice, f"{path}: its first line names column {(twice or [''])[0]!r} twice")
@@ -212,11 +216,12 @@ class _Transcoded:
             piece = self._file.read(size)
             self._ended = not piece
             try:
-                text = self._decoder.decode(piece, final=self._ended)
+                # Lone surrogates stand for what is not text, and are not UTF-8 when they are encoded as such.
+                text = self._decoder.decode(piece, final=self._ended).encode("utf-8", "surrogatepass")
             except UnicodeError as e:
                 raise UserError(f"{self._path} is not {self._encoding} text") from e
             if text:
-                return text.encode("utf-8", "surrogateescape")
+                return text
         return b""
 
 
@@ -231,7 +236,7 @@ def _read_up_to(file: Any, size: int) -> bytes:
 
 def _fields_of(line: bytes, form: Format) -> list[str]:
     if not _is_utf8(line):
-        return []  # It is no header; if it must be one, it is refused as if it were absent.
+        return []  # It is no header; if it must be one, it is refused.
     text = line.decode().replace(form.delimiter, form.byte)
     quoting = csv_module.QUOTE_MINIMAL if form.quoted else csv_module.QUOTE_NONE
     try:
@@ -261,6 +266,7 @@ def _end_of_rows(text: bytes, form: Format) -> int:
     """Returns where the last whole row ends, of a text of which more is to come; 0: there is none."""
     if not form.quoted or b'"' not in text:
         return text.rfind(b"\n") + 1
+    text = text.removesuffix(b"\r")  # What it is depends on what comes next.
     quotes = _quotes(text)
     if _are_proper(text, quotes, form, whole=False):
         ends = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n"))
@@ -274,13 +280,22 @@ def _quotes(text: bytes) -> np.ndarray:
 
 
 def _are_proper(text: bytes, quotes: np.ndarray, form: Format, *, whole: bool) -> bool:
-    """Whether every quote opens or closes a field, or is one of two within it: then parity says what is quoted."""
+    """Whether all rows are well formed but for their number of fields: then parity says what is quoted."""
+    if text.count(b"\r") != text.count(b"\r\n"):
+        return False
     if not len(quotes):
         return True
     if whole and len(quotes) % 2:
         return False
     codes = np.frombuffer(text, np.uint8)
     opening, closing = quotes[::2], quotes[1::2]
+    # Two quotes side by side end no field.
+    first, last = np.ones(len(opening), bool), np.ones(len(opening), bool)
+    first[1:] = opening[1:] != closing[: len(opening) - 1] + 1
+    last[:-1] = first[1:]
+    ended = np.append(closing, len(text)) if len(closing) < len(opening) else closing
+    if np.any(ended[last] - opening[first] > LONGEST_QUOTED):
+        return False
     before = codes[np.maximum(opening - 1, 0)]
     after = codes[np.minimum(closing + 1, len(codes) - 1)]
     ends = (ord(form.delimiter), ord("\n"), ord('"'))
@@ -293,7 +308,7 @@ def _are_proper(text: bytes, quotes: np.ndarray, form: Format, *, whole: bool) -
 def _walk(text: bytes, form: Format, *, whole: bool) -> Iterator[tuple[int, int, bool]]:
     """Yields (start, end, whether it is well formed) of row after row; not of a last one that is still open."""
     separator = re.escape(form.delimiter).encode()
-    inside = rb'"(?:[^"\r]|""|\r(?=\n))*+'
+    inside = rb'"(?:[^"\r]|""|\r(?=\n)){0,%d}+' % LONGEST_QUOTED
     field = b"(?:" + inside + b'"|[^\r\n"' + separator + b"]*+)" if form.quoted else b"[^\r\n]*+"
     row = re.compile(field + (b"(?:" + separator + field + b")*+" if form.quoted else b"") + rb"(?:\r?\n|\Z)")
     still_open = re.compile(b"(?:" + field + separator + b")*+" + inside + rb"\Z")
@@ -306,16 +321,15 @@ def _walk(text: bytes, form: Format, *, whole: bool) -> Iterator[tuple[int, int,
             return
         else:
             good, end = False, text.find(b"\n", at) + 1
-            is_open = form.quoted and len(text) - at < LONGEST_QUOTED and still_open.match(text, at)
-            if not whole and (not end or is_open):
+            if not whole and (not end or (form.quoted and still_open.match(text, at))):
                 return
             end = end or len(text)
         yield at, end, good
         at = end
 
 
-def _sift(piece: Piece, form: Format) -> tuple[bytes, np.ndarray | None, list[tuple[int, str]]]:
-    """Takes out what cannot be parsed.
+def _sift(piece: Piece, form: Format, columns: int) -> tuple[bytes, np.ndarray | None, list[tuple[int, str]]]:
+    """Takes out what pyarrow would not parse, or not refuse.
 
     Returns:
       The text left, with one byte between fields, each row's line (None: a row a line), and the malformed rows.
@@ -323,8 +337,9 @@ def _sift(piece: Piece, form: Format) -> tuple[bytes, np.ndarray | None, list[tu
     text = piece.text
     unit = _UNIT_SEPARATOR.encode() if len(form.delimiter) > 1 else b""
     quotes = _quotes(text) if form.quoted and b'"' in text else np.empty(0, np.int64)
-    clean = b"\r" not in text or text.count(b"\r") == text.count(b"\r\n")
-    clean = clean and not (unit and unit in text)
+    # pyarrow takes an empty line for a row whose fields are all empty.
+    empty = columns > 1 and re.search(rb"(?:\A|\n)\r?\n", text) is not None
+    clean = not empty and not (unit and unit in text)
     if clean and _are_proper(text, quotes, form, whole=True) and _is_utf8(text):
         if unit:
             text = text.replace(form.delimiter.encode(), unit)
@@ -343,6 +358,8 @@ def _sift(piece: Piece, form: Format) -> tuple[bytes, np.ndarray | None, list[tu
             wrong.append((line, "it has a quote within a field, or one that is not closed"))
         elif not good:
             wrong.append((line, "it has a carriage return within it"))
+        elif columns > 1 and not row.strip(b"\r\n"):
+            wrong.append((line, f"it is empty, but must have {columns} fields"))
         elif unit and unit in row:
             wrong.append((line, "it holds the byte 0x1f"))
         else:
@@ -371,16 +388,18 @@ def parse(
       names: Of all columns.
       form: How the table is written.
       types: The columns that are wanted, with pyarrow's types of them; None: all, as text. Where a field does not fit
-        its type, all columns of the piece are text.
+        its type, or is not finite, all columns of the piece are text.
 
     Returns:
       The well-formed rows, and (line, why) of each of the others.
     """
-    csv, arrow = _import("pyarrow.csv"), _import("pyarrow")
-    text, lines, wrong = _sift(piece, form)
+    arrow, compute, csv = (_import(f"pyarrow{module}") for module in ("", ".compute", ".csv"))
+    text, lines, wrong = _sift(piece, form, len(names))
     wanted = dict.fromkeys(names, arrow.string()) if types is None else dict(types)
     if not text:
         return Rows(np.empty(0, np.int64), {name: arrow.array([], arrow.string()) for name in wanted}), wrong
+    if text.startswith(codecs.BOM_UTF8):
+        text = codecs.BOM_UTF8 + text  # pyarrow passes over one wherever a piece begins.
     refused: list[tuple[int, str]] = []
 
     def invalid(row: Any) -> str:
@@ -402,9 +421,15 @@ def parse(
             ),
         )  # fmt: skip
 
+    table = None
     try:
         table = parsed(wanted)
+        reals = (c for c in table.columns if arrow.types.is_floating(c.type))
+        if not all(compute.all(compute.is_finite(c), min_count=0).as_py() for c in reals):
+            table = None
     except arrow.ArrowInvalid:
+        pass
+    if table is None:
         table = parsed(dict.fromkeys(wanted, arrow.string()))
     if lines is None:
         lines = piece.line + np.arange(text.count(b"\n") + (text[-1:] != b"\n"))
@@ -448,17 +473,18 @@ def numbers(rows: Rows, name: str, dtype: str, *, empty: float | None = None) ->
             for i, field in enumerate(filled.to_pylist()):
                 try:
                     values[i] = kind(field) if grammar.fullmatch(field) else wrong.append(i) or 0
-                except OverflowError:
+                except (OverflowError, ValueError):  # More than 64 bits; more digits than Python converts.
                     wrong.append(i)
     else:
         blank = np.asarray(column.is_null())
-        kind = {"int64": arrow.int64(), "float64": arrow.float64()}[dtype]
-        try:
-            values = np.asarray(column.fill_null(0).cast(kind))
-        except arrow.ArrowInvalid:  # Reals that are no whole numbers.
-            values = np.asarray(column.fill_null(0).cast(arrow.float64()))
-            wrong = np.flatnonzero(values != np.floor(values)).tolist()
-            values = np.where(values == np.floor(values), values, 0).astype(np.int64)
+        values = np.asarray(column.fill_null(0))
+        if dtype == "int64":
+            # 2^63 is a real, but 2^63 - 1 is none.
+            below = values < 2.0**63 if values.dtype.kind == "f" else values <= np.iinfo(np.int64).max
+            whole = below & (values >= -(2.0**63)) & (values == np.floor(values))
+            wrong = np.flatnonzero(~whole).tolist()
+            values = np.where(whole, values, 0)
+        values = values.astype(dtype)
     if dtype == "float64":
         wrong += np.flatnonzero(~np.isfinite(values)).tolist()
     if empty is None:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrec.data.block_writer import writing_to
+
 # Odd constants of well-mixed bits: the golden ratio's, and Steele and Vigna's for a 64-bit mix (2021).
 _LENGTH, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
@@ -96,7 +98,7 @@ class Counts:
     """Exact counts of a table's values. Beyond a number of distinct ones, they lie in files."""
 
     def __init__(self, folder: Path, name: str, room: int):
-        """Takes a folder for files of that name, and the distinct values that memory is to hold (16 bytes each)."""
+        """Takes a folder in --data_dir for files of that name, and how many values memory holds (16 bytes each)."""
         self._folder, self._name, self._room = folder, name, room
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._size = 0
@@ -112,8 +114,9 @@ class Counts:
     def _merge_pending(self) -> None:
         keys, counts = merged(self._pending)
         if len(keys) > self._room:
-            np.save(self._path(self._files, "keys"), keys)
-            np.save(self._path(self._files, "counts"), counts)
+            with writing_to(self._folder.parent):
+                np.save(self._path(self._files, "keys"), keys)
+                np.save(self._path(self._files, "counts"), counts)
             self._files += 1
             keys, counts = keys[:0], counts[:0]
         self._pending, self._size = [(keys, counts)], len(keys)
