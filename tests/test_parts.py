@@ -112,16 +112,17 @@ def test_bags():
     assert part.values["x"].codes.tolist() == [] and part.rows == 2
 
 
+PLAIN = {"use": "dense", "transform": "none"}
 PARQUET = {
     "bool": (pa.array([True, False, None]), {"use": "label"}, [1, 0]),
     "uint64": (pa.array([1, 2**64 - 1, 2**63 - 1], pa.uint64()), {"use": "time"}, [1, 2**63 - 1]),
     "float_time": (pa.array([1.0, 1.5, 1e300, float("inf"), -(2.0**63)]), {"use": "time"}, [1, -(2**63)]),
-    "int64": (pa.array([1, None, 2**60]), {"use": "dense", "transform": "none"}, [1, np.nan, 2.0**60]),
-    "half": (pa.array(np.array([1.5, np.nan], np.float16)), {"use": "dense", "transform": "none"}, [1.5, np.nan]),
-    "decimal": (pa.array(["1.25", None]).cast(pa.decimal128(5, 2)), {"use": "dense", "transform": "none"}, [1.25, np.nan]),
-    "null": (pa.nulls(2), {"use": "dense", "transform": "none"}, [np.nan, np.nan]),
-    "text": (pa.array(["2", "", None]), {"use": "dense", "transform": "none"}, [2, np.nan, np.nan]),
-    "category": (pa.array(["3", "4"]).dictionary_encode(), {"use": "dense", "transform": "none"}, [3, 4]),
+    "int64": (pa.array([1, None, 2**60]), PLAIN, [1, np.nan, 2.0**60]),
+    "half": (pa.array(np.array([1.5, np.nan], np.float16)), PLAIN, [1.5, np.nan]),
+    "decimal": (pa.array(["1.25", None]).cast(pa.decimal128(5, 2)), PLAIN, [1.25, np.nan]),
+    "null": (pa.nulls(2), PLAIN, [np.nan, np.nan]),
+    "text": (pa.array(["2", "", None]), PLAIN, [2, np.nan, np.nan]),
+    "category": (pa.array(["3", "4"]).dictionary_encode(), PLAIN, [3, 4]),
     "date32": (pa.array([1, None], pa.date32()), {"use": "time", "format": "iso"}, [86_400_000_000]),
     "timestamp": (pa.array([1500], pa.timestamp("ns", "Europe/Paris")), {"use": "time", "format": "iso"}, [1]),
 }  # fmt: skip
