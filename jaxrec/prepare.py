@@ -142,6 +142,9 @@ def _propose() -> int:
     values = flags.FLAGS
     path = Path(values.schema or f"{(values.name or Path(values.input).name.split('.')[0]) or 'table'}.toml")
     require(not path.exists(), f"--schema is {str(path)!r}, which exists; name a file to be written")
+    require(
+        path.parent.is_dir(), f"--schema is {str(path)!r}, which cannot be written: there is no folder {path.parent}"
+    )
     table = Path(values.input)
     known = None
     if values.dataset == "criteo":

@@ -5,13 +5,19 @@ import os
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import pytest
+from absl import flags as absl_flags
+
+from jaxrec import flags
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -97,6 +103,31 @@ def command(environment: dict[str, str]) -> Callable[..., subprocess.Popen]:
         )
 
     return start
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+    """Returns a function that runs a command in this process: (module, *flags) -> (status, out, err)."""
+
+    def run(module: ModuleType, *argv: object) -> tuple[int, str, str]:
+        define = getattr(flags, f"define_{module.__name__.rpartition('.')[2]}")
+        known, before = set(absl_flags.FLAGS), signal.getsignal(signal.SIGTERM)
+        monkeypatch.setattr(sys, "argv", ["jaxrec", *map(str, argv)])
+        # A cache that is on for the whole process is not the command's to change.
+        monkeypatch.setattr("jaxrec.startup.enable_compile_cache", lambda _: None)
+        try:
+            with pytest.raises(SystemExit) as end:
+                flags.run_command(module.main, define)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            logging.disable(logging.NOTSET)
+            for name in set(absl_flags.FLAGS) - known:
+                delattr(absl_flags.FLAGS, name)
+        out, err = capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return end.value.code, out, err
+
+    return run
 
 
 @pytest.fixture(scope="session")

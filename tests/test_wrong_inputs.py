@@ -2,18 +2,15 @@
 
 import dataclasses
 import json
-import logging
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from absl import flags as absl_flags
 
-from jaxrec import evaluate, flags, train
+from jaxrec import evaluate, train
 from jaxrec.checks import UserError
 from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.datasets.synthetic import SyntheticData
@@ -22,30 +19,6 @@ from jaxrec.training import loop
 from jaxrec.training.loop import Options
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Returns a function that runs a command in this process: (module, *flags) -> (status, out, err)."""
-
-    def run(module, *argv):
-        define = flags.define_train if module is train else flags.define_evaluate
-        known, before = set(absl_flags.FLAGS), signal.getsignal(signal.SIGTERM)
-        monkeypatch.setattr(sys, "argv", ["jaxrec", *map(str, argv)])
-        # A cache that is on for the whole process is not the command's to change.
-        monkeypatch.setattr("jaxrec.startup.enable_compile_cache", lambda _: None)
-        try:
-            with pytest.raises(SystemExit) as end:
-                flags.run_command(module.main, define)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            logging.disable(logging.NOTSET)
-            for name in set(absl_flags.FLAGS) - known:
-                delattr(absl_flags.FLAGS, name)
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return run
 
 
 def assert_one_sentence(status: int, err: str, *named: str) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.checks import import_package, require
+from jaxrec.checks import UserError, import_package, require
 from jaxrec.data.tabular.files import TableFile, find
-from jaxrec.data.tabular.parts import in_threads, writing_to
+from jaxrec.data.tabular.parts import in_threads
 from jaxrec.data.tabular.schema import Ids, TableSchema
 from jaxrec.data.tabular.text_tables import Rows
 from jaxrec.data.tabular.vocabulary import keys_of
@@ -213,9 +213,9 @@ def propose(path: Path, to: Path, *, threads: int, known: TableSchema | None = N
         if uses[name] in ("categorical", "user", "bag"):
             table = f"{min(of.distinct + 1, ids.max_rows) * DIM * 4 / 2**20:,.1f} MiB"
         about = f"{'' if of.is_exact else '~'}{of.distinct:,}"
-        print(f"{name:<{width}}  {about:>11}  {of.missing / of.rows:>8.2%}  {table:>10}  {suggested[name]}")
+        print(f"{name:<{width}}  {about:>11}  {of.missing / max(of.rows, 1):>8.2%}  {table:>10}  {suggested[name]}")
         example = ", ".join(repr(e[:20]) for e in of.examples[:2])
-        extra = f"{about} values, {of.missing / of.rows:.2%} missing, such as {example}"
+        extra = f"{about} values, {of.missing / max(of.rows, 1):.2%} missing, such as {example}"
         told, _, why = suggested[name].partition("  # ")
         lines.append(f"{_key(name)} = {told}  # {f'{why}; ' if why else ''}{extra}")
     print(f"(table: bytes at embedding.dim={DIM} in float32, if every value had a row)")
@@ -242,8 +242,10 @@ def propose(path: Path, to: Path, *, threads: int, known: TableSchema | None = N
         "",
         "[columns]",
     ]
-    with writing_to(to.parent):
+    try:
         to.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"--schema is {str(to)!r}, which cannot be written: {e.strerror}") from e
     print(f"schema      {to}")
     if "label" not in uses.values():
         print('label       none was recognised: give a column {use = "label"} before preparing')
@@ -265,5 +267,5 @@ def _text(value: str) -> str:
 def _key(name: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9_-]+", name):
         return name
-    escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\u{ord(c):04x}" for c in name)
+    escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in name)
     return f'"{escaped}"'
