@@ -95,7 +95,7 @@ def prepare(rows: Sequence[dict[str, str]], files: Sequence[int], schema: TableS
     events = collections.defaultdict(list)
     histories = [c for c in schema.columns if c.history]
     for row in sorted(train, key=lambda row: row["time"] or 0):
-        if histories:
+        if histories and row["user"]:
             of_row = {c.name: _id(row["of"][c.name][0], c, ids) for c in histories}
             events[groups[row["user"]]].append((row["time"], of_row))
     splits = {name: [] for name in SPLITS}

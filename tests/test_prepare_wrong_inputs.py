@@ -137,6 +137,7 @@ SCHEMAS = {
     "no_table": ('price = {use = "dense"}', "price = 5", ["t.toml: columns.price is 5"]),
     "uses": ('"dense"', '["label", "auxiliary"]', ["columns.price.use is ['label', 'auxiliary']", "exclude"]),
     "bag_user": ('user = {use = "user"}', 'user = {use = ["user", "bag"]}', ["columns.user.use", "exclude each other"]),
+    "leak": ('"dense"', '["dense", "label"]', ["columns.price.use is ['dense', 'label']", "exclude each other"]),
     "setting": ('"dense"', '"dense", history = 5', ["t.toml: columns.price.history is not known", "transform"]),
     "transform": ('"dense"', '"dense", transform = "sqrt"',
                   ["columns.price.transform is 'sqrt'", "log, standard, none"]),

@@ -22,7 +22,7 @@ from jaxrec.data.tabular import splits
 from jaxrec.data.tabular.files import TableFile
 from jaxrec.data.tabular.parts import Made, Part, in_threads, load
 from jaxrec.data.tabular.schema import SPLITS, TableSchema
-from jaxrec.data.tabular.vocabulary import Counts, Vocabulary, hashed
+from jaxrec.data.tabular.vocabulary import EMPTY_KEY, Counts, Vocabulary, hashed
 from jaxrec.data.timelines import Timelines
 
 # Distinct values that the counts of all tables hold in memory: a quarter of a gigabyte, and twice that while merging.
@@ -231,13 +231,18 @@ class _Encoder:
         return unseen
 
     def timelines(self) -> Timelines:
-        """Returns the training events of every user, in the order of time."""
+        """Returns the training events of every user, in the order of time.
+
+        Rows of no user (an empty field) are nobody's history, and have none.
+        """
+        nobody = self._users.look_up(np.array([EMPTY_KEY]))[0] - 1
         owners, times, columns = [], [], {block_column(c.name): [] for c in self.schema.columns if c.history}
         train = [i for i, rows in enumerate(self._rows_of_part) if rows[splits.TRAIN]]
         for i, part in self._loaded(train):
-            used = self._assigned(i, part) == splits.TRAIN
+            group = self._group(part)
+            used = (self._assigned(i, part) == splits.TRAIN) & (group != nobody)
             assert part.time is not None
-            owners.append(self._group(part)[used])
+            owners.append(group[used])
             times.append(part.time[used])
             for c in self.schema.columns:
                 if c.history:

@@ -48,7 +48,11 @@ TRANSFORMS = ("log", "standard", "none")
 # Of a time column: kinds of dates that are no pattern of strptime.
 TIMES = ("number", "iso")
 # No column can be used for two of these.
-_APART = ({"label", "auxiliary"}, {"bag", "categorical"}, {"bag", "user"})
+_APART = (
+    {"label", "auxiliary"}, {"bag", "categorical"}, {"bag", "user"},
+    # A label that is a feature too is known beforehand.
+    *({a, b} for a in ("label", "auxiliary") for b in ("dense", "categorical", "bag")),
+)  # fmt: skip
 _IDS = ("table", "vocabulary", "min_count", "max_rows", "combiner")
 # What a column may be used for, and the settings that each use takes.
 USES: dict[str, tuple[str, ...]] = {

@@ -22,6 +22,8 @@ _LENGTH, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 # Longer texts are hashed one by one.
 _LONG = 256
+# The key of an empty text, which stands for a missing value.
+EMPTY_KEY = np.uint64(0)
 
 
 def keys_of(texts: Any) -> np.ndarray:
