@@ -64,7 +64,7 @@ def make_rows(n: int, seed: int = 0) -> list[dict[str, str]]:
             "score": draw.choice(("", " ", "-7", "1e3", ".5")), "position": f"p{int(draw.expovariate(0.15))}",
             "next": f"p{int(draw.expovariate(0.3))}", "group": draw.choice(("", "a, b", 'say "so"', "\u00e9", f"g{i}")),
             "tags": "|".join(draw.choices(("x", "y", "zz", f"t{draw.randrange(40)}", ""), k=draw.randrange(5))),
-            "who": draw.choice(("", f"user {draw.randrange(25)}", f"user {draw.randrange(25)}")), "at": str(draw.randrange(200)),
+            "who": draw.choice(("", *(f"user {draw.randrange(25)}" for _ in range(3)))), "at": str(draw.randrange(200)),
             "part": draw.choice(("train", "train", "validation", "test")),
         })  # fmt: skip
     return rows
