@@ -30,8 +30,6 @@ from jaxrec.data.tabular.schema import SPLITS, TableColumn, TableSchema
 from jaxrec.data.tabular.text_tables import BadRows, Rows, numbers
 from jaxrec.data.tabular.vocabulary import keys_of
 
-# In a folder of parts: what they are of.
-_OF = "of.json"
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 X = TypeVar("X")
@@ -403,9 +401,9 @@ def _about(path: Path) -> dict[str, Any] | None:
 
 
 def are_of(folder: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether the folder holds parts of these files and this schema, as `kept_in` notes it."""
+    """Whether parts of these files and this schema are kept in the folder (see `kept_in`)."""
     try:
-        return (folder / _OF).read_bytes() == _text(identity)
+        return _says_of(folder).read_bytes() == _text(identity)
     except OSError:
         return False
 
@@ -420,15 +418,17 @@ def kept_in(folder: Path, identity: Mapping[str, Any]) -> Iterator[None]:
         if not are_of(folder, identity):
             if folder.exists():
                 shutil.rmtree(folder)
-            folder.mkdir(parents=True)
-            temporary = (folder / _OF).with_suffix(".tmp")
+            temporary = folder.with_suffix(".tmp")
             temporary.write_bytes(_text(identity))
-            temporary.rename(folder / _OF)
+            temporary.rename(_says_of(folder))
+        folder.mkdir(exist_ok=True)
     yield
-    # Last what says whose they are: a deletion that is interrupted goes on, too.
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == _OF):
-        path.unlink(missing_ok=True)
-    folder.rmdir()
+    shutil.rmtree(folder)
+    _says_of(folder).unlink()  # At last: whoever is interrupted before it goes on from there, too.
+
+
+def _says_of(folder: Path) -> Path:
+    return folder.with_suffix(".json")
 
 
 def _text(identity: Mapping[str, Any]) -> bytes:
