@@ -88,7 +88,7 @@ def prepare(rows: Sequence[dict[str, str]], files: Sequence[int], schema: TableS
     train = [row for row, name in zip(good, names, strict=True) if name == "train"]
     ids = {table: _ids([v for row in train for c in columns for v in row["of"][c.name]], columns[0])
            for table, columns in schema.tables.items()}  # fmt: skip
-    users = collections.Counter(row["user"] for row in good)
+    users = collections.Counter(row["user"] for row in good if row["user"] is not None)
     groups = {u: i for i, u in enumerate(sorted(users, key=lambda u: (-users[u], key_of(u))))}
     moments = {c.name: _moments([row["dense"][i] for row in train])
                for i, c in enumerate(schema.of("dense")) if c.transform == "standard"}  # fmt: skip

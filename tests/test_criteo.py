@@ -1,0 +1,183 @@
+"""Criteo's rows as they are found: counts, every column by hand and by plain Python, and a model that learns them."""
+
+import csv
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import plain_preparation
+import pytest
+from real_tables import need
+from test_encode import assert_prepared
+from test_resume import quiet
+
+from jaxrec import prepare
+from jaxrec.checks import UserError
+from jaxrec.configs import catalogue, overrides
+from jaxrec.data import blocks
+from jaxrec.data.datasets import criteo, tabular
+from jaxrec.data.datasets.tabular import TabularData
+from jaxrec.data.tabular import files, text_tables
+from jaxrec.data.tabular.text_tables import BadRows
+from jaxrec.training.loop import train
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+# Read by eye in train.tsv: of each column, a line and what stands there.
+BY_HAND = {
+    "label": (13, "0"), "I1": (101, "6"), "I2": (102, "0"), "I3": (103, ""), "I4": (104, "3"), "I5": (105, "19049"),
+    "I6": (106, "2794"), "I7": (107, "1"), "I8": (108, "27"), "I9": (109, ""), "I10": (110, "1"), "I11": (111, "1"),
+    "I12": (112, "0"), "I13": (113, "50"), "C1": (3, "287e684f"), "C2": (6, "ad4527a2"), "C3": (9, ""),
+    "C4": (12, "5dbf0cc5"), "C5": (15, "4cf72387"), "C6": (18, "7e0ccccf"), "C7": (21, "38850d41"),
+    "C8": (24, "1f89b562"), "C9": (27, "a73ee510"), "C10": (30, "0e9ead52"), "C11": (33, "ad2bc6f4"),
+    "C12": (36, "6766a7f0"), "C13": (39, "ee79db7b"), "C14": (42, "b28479f6"), "C15": (45, "f5bfabbd"),
+    "C16": (48, "81371cbc"), "C17": (51, "e5ba7672"), "C18": (54, "0f2f9850"), "C19": (57, ""), "C20": (60, "5840adea"),
+    "C21": (63, "2eb5be02"), "C22": (66, "ad3062eb"), "C23": (69, "32c7478e"), "C24": (72, "3fdb382b"), "C25": (75, ""),
+    "C26": (78, "402185f3"),
+}  # fmt: skip
+
+
+def write(path: Path, data_dir: Path, **ids) -> tuple[Path, int]:
+    """Prepares a file as `jaxrec.prepare --dataset=criteo` does; returns the folder and the rows of the file."""
+    of = criteo.schema(path, **ids)
+    folder, rows_in, rows_out = tabular.write(files.find(path, of), of, str(data_dir), "a test", BadRows(), threads=2)
+    assert rows_in == rows_out
+    return folder, rows_in
+
+
+def column(split: blocks.FileBlocks, name: str) -> np.ndarray:
+    return np.concatenate([split[i][name] for i in range(len(split))])
+
+
+@pytest.fixture(scope="module")
+def kaggle(tmp_path_factory):
+    """(rows of train.tsv, the folder that they are prepared in, in pieces of 50 kB, every value having a row)."""
+    path = need("criteo-8k", "train.tsv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_tables, "PIECE_BYTES", 50_000)
+        folder, rows = write(path, tmp_path_factory.mktemp("kaggle"), min_count=1)
+    assert rows == 7200
+    return [dict(zip(criteo.COLUMNS, line.split("\t"), strict=True)) for line in path.read_text().splitlines()], folder
+
+
+def test_every_column_by_hand(kaggle):
+    rows, folder = kaggle
+    prepared = blocks.read(folder)
+    # The last seventh is held out, its first half for validation.
+    assert {name: split.rows for name, split in prepared.splits.items()} == {
+        "train": 7200 - round(7200 / 7), "validation": round(7200 / 7) - round(7200 / 14), "test": round(7200 / 14)
+    }  # fmt: skip
+    train = prepared.splits["train"]
+    dense = column(train, "dense")
+    for name, (line, text) in BY_HAND.items():
+        if name == "label":
+            assert column(train, "labels")[line - 1, 0] == float(text)
+        elif name in criteo.COUNTS:
+            found = dense[line - 1, criteo.COUNTS.index(name)]
+            assert found == pytest.approx(math.log(1 + float(text or 0)), rel=1e-6), name
+        else:
+            # The id is the place of the text among those of the training rows, the most frequent first.
+            same = [row[name] == text for row in rows[: train.rows]]
+            more_frequent = column(train, f"{name}/ids")[line - 1] - 1
+            counts = np.unique([row[name] for row in rows[: train.rows]], return_counts=True)[1]
+            assert (counts > sum(same)).sum() <= more_frequent < (counts >= sum(same)).sum(), name
+            np.testing.assert_array_equal(column(train, f"{name}/ids") == more_frequent + 1, same, name)
+
+
+def test_every_row_by_plain_python(kaggle, tmp_path):
+    rows, folder = kaggle
+    of = criteo.schema(need("criteo-8k", "train.tsv"), min_count=1)
+    assert_prepared(folder, plain_preparation.prepare(rows, [0] * len(rows), of), of)
+    usual, _ = write(need("criteo-8k", "train.tsv"), tmp_path)
+    of = criteo.schema(need("criteo-8k", "train.tsv"))
+    assert of.columns[-1].ids.min_count == 10
+    assert_prepared(usual, plain_preparation.prepare(rows, [0] * len(rows), of), of)
+
+
+# Counts of the first columns of a row, read by eye, and on which line of the file it stands.
+@pytest.mark.parametrize(
+    ("name", "rows", "line", "counts"),
+    [
+        # A header, an Id column, CRLF.
+        ("kaggle2014_train.tiny.csv", 1999, 101, [0, 48, 3, 2]),
+        # A header, counts as decimals, one of them -1, others missing.
+        ("deepctr_criteo_sample.txt", 200, 3, [None, -1, 19, 35]),
+    ],
+)
+def test_other_forms(name, rows, line, counts, tmp_path):
+    path = need("criteo-8k", name)
+    folder, found = write(path, tmp_path, min_count=1)
+    assert found == rows
+    with path.open(newline="") as file:
+        given = [{k.lower(): v for k, v in row.items()} for row in csv.DictReader(file)]
+    of = criteo.schema(path, min_count=1)
+    plain = [{c.name: row[c.name.lower()] for c in of.columns} for row in given]
+    assert_prepared(folder, plain_preparation.prepare(plain, [0] * rows, of), of)
+    dense = column(blocks.read(folder).splits["train"], "dense")[line - 2, :4]
+    np.testing.assert_allclose(dense, [math.copysign(math.log1p(abs(x or 0)), x or 0) for x in counts], rtol=1e-6)
+
+
+def test_rows_that_lost_their_last_tabs_are_named(tmp_path):
+    """The last values of nearly half of the rows of this copy are missing, and so are the tabs before them."""
+    path = need("criteo-8k", "kaggle_head_1000.tsv")
+    with pytest.raises(UserError, match=r"kaggle_head_1000\.tsv, line 3: it has 38 fields, but must have 40"):
+        write(path, tmp_path)
+    of, bad = criteo.schema(path, min_count=1), BadRows(498)
+    folder, rows_in, rows_out = tabular.write(files.find(path, of), of, str(tmp_path), "a test", bad, threads=2)
+    assert (rows_in, rows_out, bad.count) == (1000, 502, 498)
+    # Its last line, which is whole, has no end.
+    last = blocks.read(folder).splits["test"]
+    lines = [line.split("\t") for line in path.read_text().split("\n")]
+    whole = [i for i, fields in enumerate(lines) if len(fields) == 40]
+    assert len(whole) == 502 and len(lines) == 1000
+    assert column(last, "labels")[-1, 0] == float(lines[whole[-1]][0])
+
+
+def test_splits_of_several_files_are_days(tmp_path):
+    """The last file is held out."""
+    source = tmp_path / "days"
+    source.mkdir()
+    for day, part in ((2, "train"), (9, "dev"), (10, "test")):
+        shutil.copy(need("criteo-8k", f"{part}.tsv"), source / f"day_{day}.tsv")
+    folder, rows = write(source, tmp_path)
+    assert rows == 8000
+    counts = {name: split.rows for name, split in blocks.read(folder).splits.items()}
+    assert counts == {"train": 7200 + 409, "validation": 391 // 2, "test": 391 - 391 // 2}
+
+
+def test_the_command(call, tmp_path):
+    flags = [f"--input={need('criteo-8k', 'dev.tsv')}", f"--data_dir={tmp_path}", "--min_count=2"]
+    status, out, err = call(prepare, "--dataset=criteo", *flags)
+    assert status == 0, err
+    said = json.loads(out.splitlines()[-1])
+    assert (said["dataset"], said["rows_in"], said["rows_out"], said["bad_rows"]) == ("criteo-1.0.0", 409, 409, 0)
+    rows = [dict(zip(criteo.COLUMNS, line.split("\t"), strict=True))
+            for line in need("criteo-8k", "dev.tsv").read_text().splitlines()]  # fmt: skip
+    of = criteo.schema(need("criteo-8k", "dev.tsv"), min_count=2)
+    assert_prepared(tmp_path / "criteo-1.0.0", plain_preparation.prepare(rows, [0] * len(rows), of), of)
+
+
+def test_a_thousand_rows_are_learned_by_heart(tmp_path, monkeypatch):
+    with need("criteo-8k", "train.tsv").open() as file:
+        (tmp_path / "train.txt").write_text("".join(itertools.islice(file, 1167)))
+    write(criteo.find(tmp_path), tmp_path, min_count=1)
+    opened = TabularData.open
+
+    def on_training_rows(self, data_dir):
+        dataset = opened(self, data_dir)
+        return dataclasses.replace(dataset, splits={**dataset.splits, "validation": dataset.splits["train"]})
+
+    monkeypatch.setattr(TabularData, "open", on_training_rows)
+    config = overrides.apply(
+        catalogue.get("dlrm_criteo"),
+        ["model.bottom_mlp=32,16", "model.top_mlp=32", "training.steps=100", "training.batch_size=250",
+         "training.eval_every=0", "training.checkpoint_every=0", "schedule.name=constant", "schedule.warmup_steps=0"],
+    )  # fmt: skip
+    summary, status = train(config, dataclasses.replace(quiet(tmp_path / "run"), data_dir=str(tmp_path)))
+    assert status == 0 and summary["metrics"]["validation"]["rows"] == 1000
+    assert summary["metrics"]["validation"]["auc"] > 0.99
+    assert summary["metrics"]["test"]["auc"] < 0.95, "what was not trained on is not known"
