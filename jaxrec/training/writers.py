@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue] - generated
+from tensorboardX.summary import scalar
 
 from jaxrec.checks import UserError
 
@@ -27,30 +30,48 @@ class MetricWriter:
     """
 
     def __init__(self, workdir: str, restored_step: int, evaluated_step: int):
-        path = Path(workdir) / METRICS_FILE
-        try:
-            if path.exists():
-                _cut(path, {"train": restored_step, "validation": evaluated_step})
-            self._lines = path.open("a")
-        except OSError as e:
-            raise UserError(f"{path} cannot be written ({e.strerror}), but must be a file that can be") from e
-        # The suffix: files are named by the second, and a run resumed within it would empty the earlier one's.
-        suffix = f".{time.time_ns()}"
-        self._events = SummaryWriter(
-            workdir, purge_step=restored_step + 1, max_queue=1000, flush_secs=10, filename_suffix=suffix
-        )
+        self._path = Path(workdir) / METRICS_FILE
+        with self._writing():
+            if self._path.exists():
+                _cut(self._path, {"train": restored_step, "validation": evaluated_step})
+            self._lines = self._path.open("a")
+            # The suffix: files are named by the second, and a run resumed within it would empty the earlier one's.
+            # Not SummaryWriter: its thread dies of a full disk, and the run would then wait for it for ever.
+            self._events = EventsWriter(os.path.join(workdir, "events"), f".{time.time_ns()}")
+            start = SessionLog(status=SessionLog.START)
+            self._events.write_event(Event(wall_time=time.time(), step=restored_step + 1, session_log=start))
+            self._events.flush()
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """Writes one line and one scalar per value, named `kind/value`; values that are not finite become null."""
+        """Writes one line and one scalar per value, named `kind/value`; values that are not finite become null.
+
+        Raises:
+          UserError: They cannot be written.
+        """
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        self._lines.write(json.dumps({"step": step, "kind": kind, **clean}) + "\n")
-        self._lines.flush()
-        for name, value in values.items():
-            self._events.add_scalar(f"{kind}/{name}", value, step)
+        with self._writing():
+            self._lines.write(json.dumps({"step": step, "kind": kind, **clean}) + "\n")
+            self._lines.flush()
+            for name, value in values.items():
+                summary = scalar(f"{kind}/{name}", value)
+                self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+            self._events.flush()
 
     def close(self) -> None:
-        self._lines.close()
-        self._events.close()
+        for file in (self._lines, self._events):
+            # All is written but what could not be, which `write` has said.
+            with contextlib.suppress(OSError):
+                file.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise UserError(
+                f"{self._path}, or the TensorBoard events beside it, cannot be written ({e.strerror}): make room or "
+                "mend that folder, and the same command continues from the last checkpoint"
+            ) from e
 
 
 def _cut(path: Path, last_step: Mapping[str, int]) -> None:
