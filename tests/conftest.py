@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import pytest
@@ -30,6 +31,12 @@ TINY = (
     "data.dense=4", "data.users=40", "model.bottom_mlp=8,4", "model.top_mlp=8", "model.dropout=0.2", "embedding.dim=4",
     "training.batch_size=128", "training.log_every=8", "training.eval_every=10", "training.checkpoint_every=20",
     "training.steps=40", "training.seed=3", "schedule.warmup_steps=5",
+)  # fmt: skip
+
+# Three saves, of which the second and the third delete the one before.
+SHORT = (
+    "training.steps=12", "training.eval_every=4", "training.checkpoint_every=4", "training.log_every=4",
+    "training.keep_last=1", "data.train_rows=4000", "data.validation_rows=256", "data.test_rows=256", "data.rows=2000",
 )  # fmt: skip
 
 # Runs a command, with the batches of its training split slowed down.
@@ -86,6 +93,16 @@ def compile_cache(cache_folder: Path) -> Iterator[None]:
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def short(tiny: Callable, tmp_path_factory: pytest.TempPathFactory, compile_cache: None) -> tuple[Any, Path]:
+    """A config of few steps, and the folder of its run, which nothing befell; not to be changed."""
+    from jaxrec.training.loop import Options, train
+
+    workdir = tmp_path_factory.mktemp("short") / "run"
+    train(tiny(*SHORT), Options(str(workdir), "", quiet=True))
+    return tiny(*SHORT), workdir
 
 
 @pytest.fixture(scope="session")
@@ -146,3 +163,25 @@ def straight(command: Callable, train_flags: Callable, tmp_path_factory: pytest.
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return workdir
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Iterator[Callable[..., str]]:
+    """Returns `refused(config, workdir)`: trains as the command does; it must end with 2 and one sentence, returned."""
+    from jaxrec import flags
+    from jaxrec.training.loop import Options, train
+
+    def run(config: Any, workdir: Path) -> str:
+        capsys.readouterr()
+        monkeypatch.setattr("sys.argv", ["train"])
+        with pytest.raises(SystemExit) as end:
+            flags.run_command(lambda: train(config, Options(str(workdir), "", quiet=True))[1], lambda: None)
+        err = capsys.readouterr().err
+        assert end.value.code == 2, err
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        return err
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, before)
+    logging.disable(logging.NOTSET)

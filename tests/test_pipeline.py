@@ -291,7 +291,7 @@ def test_a_bad_row_is_named():
         list(make(data))
     assert str(error.value) == (
         "data set numbers, split train: feature row holds id 200, but table rows has 103 rows, so ids must be "
-        "0 <= id < 103"
+        "0 <= id < 103; mend the rows that the config gives"
     )
 
 

@@ -103,6 +103,7 @@ class FileBlocks:
     Attributes:
       rows: Rows in all.
       block_rows: Rows of every block but the last.
+      folder: The data set's.
     """
 
     def __init__(self, folder: Path, columns: Mapping[str, Column], split: Mapping[str, Any], block_rows: int):
@@ -118,7 +119,7 @@ class FileBlocks:
           UserError: A file is absent or not as the manifest says.
         """
         self._arguments = (folder, columns, split, block_rows)
-        self._folder, self._columns = folder, columns
+        self.folder, self._columns = folder, columns
         self.rows: int = split["rows"]
         self.block_rows = block_rows
         self._paths = [folder / file["file"] for file in split["files"]]
@@ -180,7 +181,7 @@ class FileBlocks:
         if has != rows:
             file, place = self._place(index)
             raise _broken(
-                self._paths[file], f"has {has} rows in record {place} where there must be {rows}", self._folder
+                self._paths[file], f"has {has} rows in record {place} where there must be {rows}", self.folder
             )
         return block
 
@@ -191,7 +192,7 @@ class FileBlocks:
 
     def _damaged(self, index: int) -> UserError:
         file, record = self._place(index)
-        return _broken(self._paths[file], f"is damaged: record {record} cannot be read", self._folder)
+        return _broken(self._paths[file], f"is damaged: record {record} cannot be read", self.folder)
 
     def _open(self, path: Path, blocks: int) -> Any:
         module = import_for_blocks("array_record.python.array_record_module", "array_record")
@@ -202,9 +203,9 @@ class FileBlocks:
             )
             records = reader.num_records()
         except Exception as error:
-            raise _broken(path, "cannot be read as an array_record file", self._folder) from error
+            raise _broken(path, "cannot be read as an array_record file", self.folder) from error
         if records != blocks:
-            raise _broken(path, f"holds {records} blocks where {blocks} were written", self._folder)
+            raise _broken(path, f"holds {records} blocks where {blocks} were written", self.folder)
         return reader
 
 

@@ -7,6 +7,7 @@ checkpoint needs nothing of the input but the number of batches consumed. `strea
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import sys
@@ -18,15 +19,35 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxrec.checks import require
+from jaxrec.checks import UserError, require
 from jaxrec.data.assemble import Rows, assemble, check_ids, empty_rows, pack, stack
-from jaxrec.data.schema import Dataset, HostBatch
+from jaxrec.data.schema import Blocks, Dataset, HostBatch
 
 # What a random stream is for; with the seed and the indices it makes the stream's key.
 _BLOCK_ORDER, _ROW_ORDER = 0, 1
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+def require_rows(dataset: Dataset) -> None:
+    """Refuses, before a model is trained, what its evaluation would refuse.
+
+    Raises:
+      UserError: There is no validation split, or a split is empty.
+    """
+    has = ", ".join(dataset.splits)
+    require("validation" in dataset.splits, f"data set {dataset.name} must have a split validation, but has {has}")
+    for name, blocks in dataset.splits.items():
+        require(blocks.rows >= 1, f"data set {dataset.name}, split {name}: it has no rows; {remedy(blocks)}")
+
+
+def remedy(blocks: Blocks) -> str:
+    """Returns what to do where rows are wrong."""
+    folder = getattr(blocks, "folder", None)
+    if folder is None:
+        return "mend the rows that the config gives"
+    return f"mend what {folder} was prepared from, and delete that folder so that it is prepared again"
 
 
 class _Epoch(NamedTuple):
@@ -93,11 +114,12 @@ class Batches:
         require(split in dataset.splits, f"data set {dataset.name} has no split {split!r}, but {has}")
         self._where = f"data set {dataset.name}, split {split}"
         self._blocks = dataset.splits[split]
+        self._remedy = remedy(self._blocks)
         self.rows = self._blocks.rows
         require(batch_size >= 1, f"--batch_size is {batch_size}, but must be at least 1")
         require(window_blocks >= 1, f"window_blocks is {window_blocks}, but must be at least 1")
         require(seed >= 0, f"--seed is {seed}, but must be at least 0")
-        require(self.rows >= 1, f"{self._where}: it has no rows")
+        require(self.rows >= 1, f"{self._where}: it has no rows; {self._remedy}")
         require(
             not shuffle or batch_size <= self.rows,
             f"--batch_size is {batch_size}, but must be at most {self.rows}, the rows of {self._where}",
@@ -109,7 +131,8 @@ class Batches:
         )
         for f in dataset.schema.features:
             if f.kind == "history" and dataset.timelines is not None:
-                check_ids(dataset.timelines.column(f.source), f, dataset.schema, self._where)
+                with self._saying_what_to_do():
+                    check_ids(dataset.timelines.column(f.source), f, dataset.schema, self._where)
         self.batch_size = batch_size
         self._ranges = [(0, batch_size)] if ranges is None else list(ranges)
         self._local_rows = sum(stop - start for start, stop in self._ranges)
@@ -166,7 +189,17 @@ class Batches:
             opened = self._windows.get((epoch, window), self._make_window)
             rows, order = opened.open()
             index = order[max(begin - starts[window], 0) : end - starts[window]]
-            yield assemble(rows, index, self._schema, self._timelines)
+            with self._saying_what_to_do():
+                batch = assemble(rows, index, self._schema, self._timelines)
+            yield batch
+
+    @contextlib.contextmanager
+    def _saying_what_to_do(self) -> Iterator[None]:
+        """Adds it to what is wrong with the rows."""
+        try:
+            yield
+        except UserError as e:
+            raise UserError(f"{e}; {self._remedy}") from e
 
     def _random(self, purpose: int, *key: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, purpose, *key))))
@@ -190,7 +223,9 @@ class Batches:
         rows, order = room.part(0, size), np.arange(size)
 
         def read(block: int, out: Rows) -> None:
-            pack(self._blocks[block], self._schema, self._where, out)
+            columns = self._blocks[block]
+            with self._saying_what_to_do():
+                pack(columns, self._schema, self._where, out)
 
         work: list[Callable[[], object]] = []
         if self._shuffle:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrec import mesh as mesh_lib
 from jaxrec import processes
-from jaxrec.data.pipeline import Batches
+from jaxrec.data.pipeline import Batches, require_rows
 from jaxrec.data.schema import Batch, Dataset, Schema
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.lookup import places_of_slots
@@ -75,8 +75,10 @@ def training_batches(config: Config, dataset: Dataset) -> Batches:
     """Returns the batches to train on: of each, the rows that this process's devices take.
 
     Raises:
-      UserError: As `Batches`; the mesh does not fit the machine, or the batch does not divide over it.
+      UserError: As `Batches` and `require_rows`; the mesh does not fit the machine, or the batch does not divide
+        over it.
     """
+    require_rows(dataset)
     size = config.training.batch_size
     mesh_lib.check_batch(config.mesh, size)
     ranges = mesh_lib.local_ranges(mesh_lib.create(config.mesh), size) if processes.count() > 1 else None
