@@ -326,6 +326,24 @@ def test_a_second_run_in_the_same_folder_is_refused(command, train_flags, straig
     assert_same_run(tmp_path, straight, tiny())
 
 
+def test_a_refused_second_run_leaves_the_first_unharmed(tiny, tmp_path, monkeypatch, refused):
+    config = tiny("training.steps=12", "training.checkpoint_every=4")
+    train(config, quiet(tmp_path / "straight"))
+    before, said = loop.StepTracer.before, []
+
+    def second_at_6(self, step):
+        if step == 6 and not said:
+            said.append("")
+            said[0] = refused(config, tmp_path / "run")
+        before(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.StepTracer, "before", second_at_6)
+        assert train(config, quiet(tmp_path / "run"))[1] == 0
+    assert "is in use by a run that has not ended; stop it, or name another folder" in said[0]
+    assert_same_run(tmp_path / "run", tmp_path / "straight", config, step=12)
+
+
 def test_a_wrong_flag_does_not_take_the_folder(tiny, tmp_path):
     with pytest.raises(UserError, match="--batch_size is 99999"):
         train(tiny("training.batch_size=99999"), quiet(tmp_path))

@@ -4,12 +4,14 @@ import json
 import os
 import re
 import signal
+import threading
 
 import pytest
 from test_resume import assert_same_run, lines, logged, progress_of, quiet, steps_of, wait_for
 
 from jaxrec import flags
 from jaxrec.training import loop
+from jaxrec.training.checkpoint import Checkpoints
 from jaxrec.training.loop import train
 from jaxrec.training.signals import StopRequest
 
@@ -142,6 +144,61 @@ def test_the_last_checkpoint_knows_the_last_evaluation(tiny, tmp_path, monkeypat
     summary, status = train(config, quiet(tmp_path))
     progress = progress_of(tmp_path, config, 8)
     assert (status, progress.evaluated_step, progress.best_step) == (0, 8, summary["best_step"])
+
+
+def test_during_a_save(tiny, tmp_path, monkeypatch):
+    """It is done, and then the step that was reached meanwhile is saved."""
+    config = tiny("training.steps=12", "training.eval_every=100", "training.checkpoint_every=4")
+    train(config, quiet(tmp_path / "straight"))
+    rename, before, poll = os.rename, loop.StepTracer.before, StopRequest.poll
+    sent, noticed = threading.Event(), threading.Event()
+
+    def committed(source, target, **folders):
+        if os.fsdecode(target).endswith("checkpoints/4"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            sent.set()
+            assert noticed.wait(60)
+        rename(source, target, **folders)
+
+    def waiting_at_5(self, step):
+        assert step != 5 or sent.wait(60)
+        before(self, step)
+
+    def polled(self):
+        if self.received:
+            noticed.set()
+        return poll(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", committed)
+        patch.setattr(loop.StepTracer, "before", waiting_at_5)
+        patch.setattr(StopRequest, "poll", polled)
+        assert train(config, quiet(tmp_path / "run"))[1] == 143
+    assert noticed.is_set()
+    *_, last = steps_of(tmp_path / "run")
+    assert 4 < last < 12
+    assert progress_of(tmp_path / "run", config, last).batches == last
+    assert train(config, quiet(tmp_path / "run"))[0]["steps_this_process"] == 12 - last
+    assert_same_run(tmp_path / "run", tmp_path / "straight", config, step=12)
+
+
+@pytest.mark.parametrize("phase", ["restore", "compile"])
+def test_while_a_run_is_being_resumed(phase, tiny, tmp_path, monkeypatch):
+    """It ends at once; what is saved stays as it is."""
+    config = tiny("training.steps=12", "training.eval_every=4")
+    train(config, quiet(tmp_path / "straight"))
+    train(tiny("training.steps=8", "training.eval_every=4"), quiet(tmp_path / "run"))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    where, name = {"restore": (Checkpoints, "restore"), "compile": (loop, "shard_train_step")}[phase]
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, send(signal.SIGTERM)(getattr(where, name)))
+        patch.setattr("sys.argv", ["train"])
+        with pytest.raises(SystemExit) as end:
+            flags.run_command(lambda: train(config, quiet(tmp_path / "run"))[1], lambda: None)
+    assert end.value.code == 143
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+    assert train(config, quiet(tmp_path / "run"))[0]["steps_this_process"] == 4
+    assert_same_run(tmp_path / "run", tmp_path / "straight", config, step=12)
 
 
 def test_during_the_final_evaluation(tiny, tmp_path, monkeypatch):

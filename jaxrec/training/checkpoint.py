@@ -1,7 +1,9 @@
 """Checkpoints: one logical array per table, whatever mesh and sharding wrote them.
 
 A checkpoint is a flat tree of host arrays: `dense/<path>` and `optimizer/<path>` for the dense part, and for each table
-`tables/<name>/weights` and `tables/<name>/<slot>`, rows in order. Its metadata hold the run's identity and `Progress`.
+`tables/<name>/weights` and `tables/<name>/<slot>`, rows in order. Its metadata hold the run's identity, `Progress` and
+checksums of the arrays and of the metadata: where a stored bit has changed, Orbax and TensorStore mostly read other
+numbers without complaint.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import functools
 import logging
 import math
 import os
+import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,12 +33,17 @@ from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.tables import Table
 from jaxrec.fsdp import unpack
 from jaxrec.mesh import to_host
+from jaxrec.training.checksums import checksum, sealed, unsealed
 from jaxrec.training.config import describe, differences
 from jaxrec.training.setup import place_dense, replicate
 from jaxrec.training.state import LossScale, TrainState
 from jaxrec.training.step import Program
+from jaxrec.training.workdir import FOLDER, read_json, write_json
 
-FOLDER = "checkpoints"
+# Beside the arrays of a checkpoint: progress that was made after they were saved.
+PROGRESS_FILE = "progress.json"
+# Bytes that a checkpoint takes beside its arrays, at most: of some 2 kB an array.
+_BESIDE = 2**20
 
 
 @dataclasses.dataclass
@@ -94,12 +103,17 @@ class Checkpoints:
 
         def opened() -> Any:
             try:
-                return ocp.training.Checkpointer(
-                    str(self._folder), preservation_policy=self._policy, cleanup_tmp_directories=for_training
-                )
+                with _one_error():
+                    return ocp.training.Checkpointer(
+                        str(self._folder), preservation_policy=self._policy, cleanup_tmp_directories=for_training
+                    )
             except OSError as e:
                 raise UserError(
                     f"{self._folder} cannot be used ({e.strerror or e}), but must be a folder that can be written"
+                ) from e
+            except ValueError as e:  # Orbax reads the metadata of all checkpoints, and does not say of which.
+                raise UserError(
+                    f"{self._folder} holds a checkpoint that cannot be read ({_reason(e)}): {self._first_unreadable()}"
                 ) from e
 
         self._orbax = processes.together(opened)
@@ -110,27 +124,31 @@ class Checkpoints:
         return sorted(c.step for c in self._orbax.checkpoints)
 
     def save(self, program: Program, state: TrainState, progress: Progress, identity: dict[str, Any]) -> int:
-        """Starts saving; returns the step. A step that is saved already is deleted before it is written anew."""
+        """Starts saving; returns the step. Of a step that is saved already only the progress is written anew."""
         self.wait()
+        step = int(state.step)
+        self._policy.best_step = progress.best_step
+        stored = dataclasses.asdict(progress)
+        stored["best_ne"] = None if math.isinf(progress.best_ne) else progress.best_ne  # JSON has no infinity.
+        if step in self.steps:
+            processes.on_first(lambda: write_json(self._folder / str(step) / PROGRESS_FILE, sealed(progress=stored)))
+            self.delete_old(progress.best_step)
+            return step
         arrays = to_arrays(program, state)
         processes.on_first(lambda: self._require_room(sum(a.nbytes for a in arrays.values())))
-        step = int(arrays["step"])
-        self._policy.best_step = progress.best_step
-        metadata: Any = {"identity": identity, "progress": dataclasses.asdict(progress)}
-        if math.isinf(progress.best_ne):
-            metadata["progress"]["best_ne"] = None
-        self._saving = self._orbax.save_async(
-            step, arrays, custom_metadata=metadata, overwrite=step in self.steps, force=True
-        )
+        checksums = {name: checksum(a) for name, a in arrays.items()} if processes.is_first() else {}
+        metadata: Any = sealed(identity=identity, progress=stored, checksums=checksums)
+        with self._written():
+            self._saving = self._orbax.save_async(step, arrays, custom_metadata=metadata, force=True)
         return step
 
     def _require_room(self, size: int) -> None:
         """Raises UserError where `size` bytes cannot be written: then Orbax's processes would wait for each other."""
-        could_not = f"the checkpoint could not be written to {self._folder}"
         usable = self._folder.is_dir() and os.access(self._folder, os.W_OK | os.X_OK)
-        require(usable, f"{could_not}: it is no longer a folder that can be written")
+        require(usable, self._not_written("it is no longer a folder that can be written"))
+        size += _BESIDE
         free = shutil.disk_usage(self._folder).free
-        require(free > size, f"{could_not}: it takes up to {size:,} bytes, and {free:,} are free")
+        require(free > size, self._not_written(f"it takes up to {size:,} bytes, and {free:,} are free"))
 
     def wait(self) -> None:
         """Returns once what was begun is written.
@@ -140,10 +158,25 @@ class Checkpoints:
         """
         saving, self._saving = self._saving, None
         if saving is not None:
-            try:
+            with self._written():
                 saving.result()
-            except OSError as e:
-                raise UserError(f"the checkpoint could not be written to {self._folder}: {e.strerror or e}") from e
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """Raises UserError where what is done within fails; what Orbax raises depends on which of its parts met it."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as e:
+            raise UserError(self._not_written(_reason(e))) from e
+
+    def _not_written(self, why: str) -> str:
+        # Not `steps`: during a save that lacks what is to be deleted after it.
+        saved = [int(p.name) for p in self._folder.glob("[0-9]*") if p.name.isdecimal()]
+        kept = f"checkpoint {max(saved)} is whole" if saved else "none was saved before"
+        return (
+            f"the checkpoint could not be written to {self._folder}: {why}; {kept}: make room or mend that folder, and "
+            "the same command continues"
+        )
 
     def progress(self, step: int, identity: dict[str, Any]) -> Progress:
         """Returns the progress stored with a checkpoint.
@@ -151,15 +184,14 @@ class Checkpoints:
         Raises:
           UserError: It cannot be read, or a run of another identity wrote it.
         """
+        metadata, path = self._metadata(step), self._folder / str(step) / PROGRESS_FILE
         try:
-            with _one_error():
-                metadata: Any = self._orbax.metadata(step).custom_metadata
-            stored, theirs = dict(metadata["progress"]), dict(metadata["identity"])
+            stored = dict((unsealed(read_json(path)) if path.exists() else metadata)["progress"])
             stored["best_ne"] = math.inf if stored["best_ne"] is None else stored["best_ne"]
             progress = Progress(**{**stored, "window": tuple(stored["window"])})
         except Exception as e:
             raise self._unreadable(step, e) from e
-        changed = differences(identity, theirs)
+        changed = differences(identity, metadata["identity"])
         require(
             not changed,
             f"checkpoint {self._folder}/{step} is of another run ({describe(changed)}); delete it, or use that config",
@@ -175,29 +207,75 @@ class Checkpoints:
           step: Which checkpoint.
 
         Raises:
-          UserError: It cannot be read, or is of another model.
+          UserError: It cannot be read, is not what was saved, or is of another model.
         """
 
         def load() -> dict[str, np.ndarray]:
+            saved = self._metadata(step)["checksums"]
             try:
                 with _one_error():
-                    return self._orbax.load(step)
+                    arrays = self._orbax.load(step)
+                for name in sorted({*saved, *arrays}):
+                    if name not in arrays or checksum(arrays[name]) != saved.get(name):
+                        raise ValueError(f"{name} is not what was saved")
             except Exception as e:
                 raise self._unreadable(step, e) from e
+            return arrays
 
         arrays = processes.together(load)
         return from_arrays(program, state, arrays, f"checkpoint {self._folder}/{step}")
 
+    def delete_old(self, best_step: int) -> None:
+        """Deletes all but the last and the best, as every save does in the end.
+
+        Where that was interrupted half a checkpoint is left, which looks like a whole one.
+        """
+        self._policy.best_step = best_step
+        checkpoints = self._orbax.checkpoints
+        for c, keep in zip(checkpoints, self._policy.should_preserve(checkpoints, context=None), strict=True):
+            if not keep:
+                self._orbax.delete(c.step)
+
     def close(self) -> None:
         self.wait()
-        with contextlib.suppress(OSError):  # Of a write that has failed, which `wait` has said.
+        # They would be of a write that has failed, which `wait` has said.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._orbax.close()
 
+    def _metadata(self, step: int) -> dict[str, Any]:
+        try:
+            with _one_error():
+                metadata: Any = self._orbax.metadata(step).custom_metadata
+            return unsealed(metadata)
+        except Exception as e:
+            raise self._unreadable(step, e) from e
+
     def _unreadable(self, step: int, error: Exception) -> UserError:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        others = [s for s in self.steps if s != step]
+        then = f"{others[-1]} is then the newest" if others else "there is no other, so training begins at step 0"
         return UserError(
-            f"checkpoint {self._folder}/{step} cannot be read ({first}); delete that folder to use an earlier one"
+            f"checkpoint {self._folder}/{step} cannot be read ({_reason(error)}); delete that folder ({then})"
         )
+
+    def _first_unreadable(self) -> str:
+        """Names a checkpoint whose metadata are damaged, and says what to do."""
+        for path in sorted(self._folder.glob("[0-9]*")):
+            try:
+                ocp.metadata(str(path))
+            except Exception:
+                return f"delete the folder {path}"
+        return "delete the last of them"
+
+
+def _reason(error: BaseException) -> str:
+    """Returns in one line what an error came from; the last that Orbax raises says little."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    lines = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
+    reason = (lines or [type(error).__name__])[0]
+    # TensorStore says first what it was doing, then what went wrong, and last with which options.
+    reason = re.sub(r" \[(tensorstore_spec|os_error_code)=.*", "", reason)
+    return reason if len(reason) <= 200 else f"... {reason[-200:]}"
 
 
 @contextlib.contextmanager
@@ -214,13 +292,16 @@ def _one_error() -> Iterator[None]:
 
 @functools.cache
 def _ignore_late_errors() -> None:
-    """Silences, from now on, what Orbax's tasks and TensorStore's threads print when Orbax has already raised.
+    """Silences, from now on, what Orbax's tasks and TensorStore's threads print beside the error that Orbax raises.
 
-    That is what asyncio logs of a task whose error nobody took, and errors of threads that find an event loop closed.
+    That is what asyncio logs of a task whose error nobody took, errors of threads that find an event loop closed, the
+    stack traces of a failed write, which each of Orbax's threads logs, and a warning of what it never awaited.
     """
+    warnings.filterwarnings("ignore", "coroutine 'CompatibleTypeHandler", RuntimeWarning)
     hook = sys.unraisablehook
     sys.unraisablehook = lambda args: None if "loop is closed" in str(args.exc_value) else hook(args)
     logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
+    logging.getLogger("absl").addFilter(lambda r: r.levelno < logging.ERROR or "orbax" not in Path(r.pathname).parts)
 
 
 def to_arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:

@@ -133,6 +133,7 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
                 restored = checkpoints.steps[-1]
                 progress = checkpoints.progress(restored, config.identity())
                 state = checkpoints.restore(program, state, restored)
+                checkpoints.delete_old(progress.best_step)
                 over = restored >= config.training.steps or progress.out_of_patience(config.training.patience)
                 summary = processes.on_first(lambda: workdir.finished(options.workdir, restored)) if over else None
                 if summary is not None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxrec.checks import UserError, one_of, require
-from jaxrec.training.checkpoint import FOLDER
 from jaxrec.training.config import Config, describe, differences
 
 RESUME = ("auto", "must", "never")
 CONFIG_FILE = "config.json"
 SUMMARY_FILE = "summary.json"
+FOLDER = "checkpoints"
 LOCK_FILE = ".lock"
 
 
