@@ -166,7 +166,9 @@ def straight(command: Callable, train_flags: Callable, tmp_path_factory: pytest.
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Iterator[Callable[..., str]]:
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> Iterator[Callable[..., str]]:
     """Returns `refused(config, workdir)`: trains as the command does; it must end with 2 and one sentence, returned."""
     from jaxrec import flags
     from jaxrec.training.loop import Options, train
@@ -179,6 +181,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> I
         err = capsys.readouterr().err
         assert end.value.code == 2, err
         assert err.startswith("error: ") and err.count("\n") == 1, err
+        assert not [r for r in caplog.records if r.levelno >= logging.ERROR], "libraries have logged errors, too"
         return err
 
     before = signal.getsignal(signal.SIGTERM)

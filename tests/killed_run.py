@@ -1,12 +1,14 @@
-"""Training runs that kill themselves at the n-th change of their folder.
+"""Training runs that kill themselves at a change of their folder.
 
 python killed_run.py CACHE: forks each run from this process, which has imported all. A line of JSON on stdin is a run:
-`workdir`, `assignments` of its config, `at`, the change before which it is killed (null: never), and `log`, a file to
-which it adds a line a change, and a line a checkpoint that it knows to be saved. Its exit status goes to stdout.
+`workdir`, `assignments` of its config, `at`, which is [kind, n] where it is killed before its n-th change of that kind
+(null: never), and `log`, a file to which it adds a line a change, and a line a checkpoint that it knows to be saved.
+Its exit status goes to stdout.
 """
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -23,11 +25,23 @@ CHANGES = {"os.mkdir": (0, 2), "os.remove": (0, 1), "os.rmdir": (0, 1), "os.rena
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
+def kind(change: str) -> str:
+    """Which kind of change a line of the log is, whatever the step and the names that are drawn."""
+    for pattern, name in (
+        (r"(/checkpoints/\d+\.orbax-checkpoint-tmp/).*", r"\1*"),
+        (r"(/checkpoints/\d+/).*", r"\1*"),
+        (r"events\.out.*", "events"),
+    ):
+        change = re.sub(pattern, name, change)
+    return re.sub(r"\d+", "N", change)
+
+
 class Killer:
     """An audit hook that counts changes, and kills this process before the one asked for."""
 
-    def __init__(self, workdir: str, at: int | None, log: int):
-        self._workdir, self._at, self._log, self._count, self._busy = workdir, at, log, 0, False
+    def __init__(self, workdir: str, at: tuple[str, int] | None, log: int):
+        self._workdir, self._log, self._busy = workdir, log, False
+        self._kind, self._left = at or ("", 0)
 
     def __call__(self, event: str, arguments: tuple) -> None:
         if self._busy:
@@ -37,13 +51,16 @@ class Killer:
             return
         if event == "os.remove" and not os.path.lexists(path):
             return
-        os.write(self._log, f"{event} {path[len(self._workdir) :]}\n".encode())
-        if self._count == self._at:
+        change = f"{event} {path[len(self._workdir) :]}"
+        os.write(self._log, f"{change}\n".encode())
+        if kind(change) != self._kind:
+            return
+        if self._left == 0:
             self._busy = True
             if event == "open":  # A file is killed when it is made and nothing is in it.
                 os.close(os.open(path, arguments[2] & ~os.O_EXCL))
             os.kill(os.getpid(), signal.SIGKILL)
-        self._count += 1
+        self._left -= 1
 
     def _changed(self, event: str, arguments: tuple) -> str | None:
         if event == "open":
@@ -60,7 +77,7 @@ class Killer:
         return os.path.abspath(os.path.join(base, os.fsdecode(at)))
 
 
-def run(workdir: str, assignments: list[str], at: int | None, log: str) -> int:
+def run(workdir: str, assignments: list[str], at: tuple[str, int] | None, log: str) -> int:
     opened = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     wait = Checkpoints.wait
 

@@ -1,5 +1,6 @@
 """A run that is killed at whichever change of its folder: what was saved is not lost, and the next call ends alike."""
 
+import collections
 import json
 import os
 import re
@@ -7,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from conftest import SHORT
 from cover import FULL
+from killed_run import kind
 from test_resume import assert_same_run, quiet, steps_of
 
 from jaxrec.training import loop
@@ -34,7 +36,7 @@ def runs(environment: dict[str, str], cache_folder: Path) -> Iterator[Callable]:
     ) as process:  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
 
-        def start(asked: list[tuple[Path, int | None]]) -> Iterator[int]:
+        def start(asked: Sequence[tuple[Path, tuple[str, int] | None]]) -> Iterator[int]:
             for workdir, at in asked:
                 line = {"workdir": str(workdir), "assignments": SHORT, "at": at, "log": f"{workdir}.log"}
                 print(json.dumps(line), file=process.stdin, flush=True)
@@ -45,26 +47,12 @@ def runs(environment: dict[str, str], cache_folder: Path) -> Iterator[Callable]:
         process.stdin.close()
 
 
-def kind(change: str) -> str:
-    """What change it is, whatever the step and the names that are drawn."""
-    for pattern, name in (
-        (r"(/checkpoints/\d+\.orbax-checkpoint-tmp/).*", r"\1*"),
-        (r"(/checkpoints/\d+/).*", r"\1*"),
-        (r"events\.out.*", "events"),
-    ):
-        change = re.sub(pattern, name, change)
-    return re.sub(r"\d+", "N", change)
-
-
-def chosen(changes: list[str], within: str) -> list[int]:
-    """One change of each kind that matches `within`, from the middle of them, or with JAXREC_FULL=1 all changes."""
+def chosen(changes: list[str], within: str) -> list[tuple[str, int]]:
+    """Returns (kind, n): of each kind that matches `within` the middle one, or with JAXREC_FULL=1 every change."""
+    counts = collections.Counter(map(kind, changes))
     if FULL:
-        return list(range(len(changes)))
-    kinds: dict[str, list[int]] = {}
-    for i, change in enumerate(changes):
-        if re.search(within, kind(change)):
-            kinds.setdefault(kind(change), []).append(i)
-    return sorted(places[len(places) // 2] for places in kinds.values())
+        return [(of, n) for of, count in counts.items() for n in range(count)]
+    return [(of, count // 2) for of, count in counts.items() if re.search(within, of)]
 
 
 def log_of(workdir: Path, of: str = "") -> list[str]:
@@ -84,16 +72,18 @@ def check_kills(runs, short, before: Path | None, folder: Path, within: str) -> 
     assert_same_run(folder / "whole", straight, config, step=12)
     changes = [line for line in log_of(folder / "whole") if not line.startswith("saved")]
     at = chosen(changes, within)
-    killed = [(begun(f"killed_{i}"), i) for i in at]
-    for (workdir, i), status in zip(killed, runs(killed), strict=True):
-        assert status == -signal.SIGKILL, changes[i]
+    killed = [(begun(f"killed_{i}"), place) for i, place in enumerate(at)]
+    for (workdir, place), status in zip(killed, runs(killed), strict=True):
+        if FULL and status == 0 and place[0] == "os.remove /checkpoints/N/*":
+            continue  # TensorStore does not always write as many files.
+        assert status == -signal.SIGKILL, place
         saved = max((int(line.split()[1]) for line in log_of(workdir, "saved")), default=0)
-        assert max(steps_of(workdir), default=0) >= saved, changes[i]
+        assert max(steps_of(workdir), default=0) >= saved, place
         summary, _ = train(config, quiet(workdir))
-        assert summary["steps_this_process"] <= 12 - saved, changes[i]
+        assert summary["steps_this_process"] <= 12 - saved, place
         assert_same_run(workdir, straight, config, step=12)
-        assert sorted(os.listdir(workdir / "checkpoints")) == sorted(os.listdir(straight / "checkpoints")), changes[i]
-    return {kind(changes[i]) for i in at}
+        assert sorted(os.listdir(workdir / "checkpoints")) == sorted(os.listdir(straight / "checkpoints")), place
+    return {of for of, _ in at}
 
 
 def test_at_each_change_of_a_save(runs, short, tmp_path):
@@ -105,14 +95,12 @@ def test_at_each_change_of_a_save(runs, short, tmp_path):
 
 def test_at_each_change_of_a_run_that_continues_a_killed_one(runs, short, tmp_path):
     """Of which the third save had begun, and the deletion of the first was not done."""
-    (tmp_path / "first").mkdir()
-    assert list(runs([(tmp_path / "first" / "whole", None)])) == [0]
-    changes = [line for line in log_of(tmp_path / "first" / "whole") if not line.startswith("saved")]
-    begins = [i for i, change in enumerate(changes) if change.startswith("os.mkdir /checkpoints/12")]
-    before = tmp_path / "first" / "killed"
-    assert list(runs([(before, begins[0] + 3)])) == [-signal.SIGKILL]
+    before = tmp_path / "before"
+    # In the third save: its arrays are written, and it is no checkpoint yet.
+    assert list(runs([(before, ("os.rename /checkpoints/N.orbax-checkpoint-tmp/*", 2))])) == [-signal.SIGKILL]
+    assert sorted(os.listdir(before / "checkpoints")) == ["12.orbax-checkpoint-tmp", "8"]
     (before / "checkpoints" / "4" / "state").mkdir(parents=True)
-    within = r"^os.rm.*/N|metrics"
+    within = r"^os.rm.*tmp|rmdir /checkpoints/N$|metrics"
     kinds = check_kills(runs, short, before, tmp_path, within)
     assert {"os.rmdir /checkpoints/N.orbax-checkpoint-tmp", "os.rmdir /checkpoints/N"} <= kinds
     assert "os.rename /metrics.jsonl" in kinds
@@ -133,5 +121,5 @@ def test_at_each_change_of_a_run_that_had_only_to_evaluate(runs, short, tmp_path
         patch.setattr(loop._Run, "_evaluate", stopped_at_12)
         assert train(config, quiet(before))[1] == 143
     assert 12 in steps_of(before)
-    kinds = check_kills(runs, short, before, tmp_path, within="N/.*|rmdir /checkpoints/N$")
+    kinds = check_kills(runs, short, before, tmp_path, within="(open|rename) .*N/|rmdir /checkpoints/N$")
     assert "os.rename /checkpoints/N/*" in kinds

@@ -232,9 +232,16 @@ class Checkpoints:
         """
         self._policy.best_step = best_step
         checkpoints = self._orbax.checkpoints
-        for c, keep in zip(checkpoints, self._policy.should_preserve(checkpoints, context=None), strict=True):
-            if not keep:
-                self._orbax.delete(c.step)
+        keep = self._policy.should_preserve(checkpoints, context=None)
+        old = [str(c.step) for c, kept in zip(checkpoints, keep, strict=True) if not kept]
+
+        def delete() -> None:
+            for name in old:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+
+        if old:
+            processes.on_first(delete)
+            self._orbax.reload()
 
     def close(self) -> None:
         self.wait()
