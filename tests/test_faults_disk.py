@@ -149,7 +149,7 @@ def test_a_changed_bit_is_found_or_does_not_matter(short, tmp_path):
     assert any(name.startswith("state/ocdbt.process_0/d/") for name in found), "no array was changed"
 
 
-def test_a_changed_array_is_named_and_an_earlier_checkpoint_is_used_when_asked(tiny, tmp_path, refused):
+def test_a_damaged_checkpoint_is_named_and_an_earlier_one_is_used_once_it_is_deleted(tiny, tmp_path, refused):
     more = tiny(*SHORT, "training.steps=16")
     train(more, quiet(tmp_path / "straight"))
     train(tiny(*SHORT, "training.keep_last=2"), quiet(tmp_path / "run"))
@@ -159,8 +159,9 @@ def test_a_changed_array_is_named_and_an_earlier_checkpoint_is_used_when_asked(t
     changed[len(changed) // 2] ^= 1
     arrays.write_bytes(changed)
     said = refused(more, tmp_path / "run")
-    assert f"checkpoint {folder} cannot be read (tables/table_" in said
-    assert "is not what was saved); delete that folder (8 is then the newest)" in said
+    # Whether TensorStore or our checksum notices it depends on where in its format that byte lies.
+    assert f"checkpoint {folder} cannot be read (" in said
+    assert "); delete that folder (8 is then the newest)" in said
     assert steps_of(tmp_path / "run") == [8, 12]
     shutil.rmtree(folder)
     assert train(more, quiet(tmp_path / "run"))[0]["steps_this_process"] == 8
