@@ -1,31 +1,23 @@
 """GroupLens's files: counts, values checked by hand, encodings, separators; what is not them is refused."""
 
+import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from real_tables import need
+from test_resume import quiet
 
+from jaxrec import prepare
 from jaxrec.checks import UserError
+from jaxrec.configs import catalogue, overrides
 from jaxrec.data.datasets import movielens_files
 from jaxrec.data.datasets.movielens import MovielensData
 from jaxrec.data.tabular.text_tables import BadRows
-from jaxrec.prepare import prepare_movielens
-
-ROOT = Path(__file__).parents[1]
-DATA = Path(os.environ.get("JAXREC_TEST_DATA", ROOT.parent / "shared" / "data"))
-
-
-def need(name: str) -> Path:
-    path = DATA / name
-    if not path.exists():
-        pytest.skip(f"{path} is absent; JAXREC_TEST_DATA names the folder of the test data")
-    return path
+from jaxrec.training.loop import train
 
 
 def read(path: Path, allowed: int = 0):
@@ -133,21 +125,32 @@ def test_a_damaged_archive_is_refused(tmp_path):
         read(tmp_path / "ml-latest.zip")
 
 
-def test_prepare_and_open(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxrec.prepare", "--dataset=movielens", f"--input={need('ml-100k')}",
-         f"--data_dir={tmp_path}"],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[-1])
+def test_prepare_and_open(call, tmp_path):
+    flags = ["--dataset=movielens", f"--input={need('ml-100k')}", f"--data_dir={tmp_path}"]
+    status, out, err = call(prepare, *flags)
+    assert status == 0, err
+    facts = json.loads(out.splitlines()[-1])
     assert (facts["rows_in"], facts["rows_out"], facts["bad_rows"]) == (100_000, 100_000, 0)
     assert facts["bytes"] > 1 << 20 and facts["seconds"] > 0
     dataset = MovielensData(variant="100k").open(str(tmp_path))
     assert sum(split.rows for split in dataset.splits.values()) == 100_000
     assert dataset.schema.vocabulary["user"] == 943 and dataset.schema.vocabulary["movie"] == 1682
-    with pytest.raises(UserError, match=r"exists already; train on it with --set=data\.variant=100k"):
-        prepare_movielens(need("ml-100k"), str(tmp_path), 0)
+    status, _, err = call(prepare, *flags)
+    assert status == 2 and "exists already; train on it with --set=data.variant=100k" in err
     shutil.rmtree(tmp_path / "movielens_100k-1.1.0")
     with pytest.raises(UserError, match=r"data.variant is '100k', but .* prepare it: python -m jaxrec.prepare"):
         MovielensData(variant="100k").open(str(tmp_path))
+
+
+def test_latest_small_prepares_and_trains(call, compile_cache, tmp_path):
+    archive = need("ml-latest-small", "rezip_2023.zip")
+    status, out, err = call(prepare, "--dataset=movielens", f"--input={archive}", f"--data_dir={tmp_path}")
+    assert status == 0, err
+    assert json.loads(out.splitlines()[-1])["rows_out"] == 100_836
+    config = overrides.apply(
+        catalogue.get("dlrm_movielens"),
+        ["data.variant=latest-small", "model.bottom_mlp=8,8", "model.top_mlp=8", "embedding.dim=8", "training.steps=4",
+         "training.eval_every=0"],
+    )  # fmt: skip
+    summary, status = train(config, dataclasses.replace(quiet(tmp_path / "run"), data_dir=str(tmp_path)))
+    assert status == 0 and np.isfinite(summary["metrics"]["test"]["ne"])

@@ -93,11 +93,11 @@ class Seen:
         return round((SKETCH - 1) / (float(self.sketch[SKETCH - 1]) * 2.0**-64))
 
 
-def look(files: list[TableFile], *, threads: int) -> tuple[dict[str, Seen], int]:
-    """Reads a table; returns what is known of each column, and the malformed rows, which are passed over."""
+def look(files: list[TableFile], *, threads: int) -> tuple[dict[str, Seen], int, int]:
+    """Reads a table; returns what is known of each column, its rows, and the malformed rows, which are passed over."""
     tqdm = import_package("tqdm", "looking at tables needs the package tqdm", "tqdm").tqdm
     seen: dict[str, Seen] = {}
-    wrong = 0
+    good = wrong = 0
     for file in files:
         with (
             file.opened() as (names, tasks),
@@ -107,9 +107,9 @@ def look(files: list[TableFile], *, threads: int) -> tuple[dict[str, Seen], int]
             for columns, rows, bad in in_threads(_look_at, tasks, threads):
                 for name, more in columns.items():
                     seen.setdefault(name, Seen()).add(more)
-                wrong += bad
+                good, wrong = good + rows, wrong + bad
                 bar.update(rows)
-    return seen, wrong
+    return seen, good, wrong
 
 
 def _look_at(task: Any) -> tuple[dict[str, Seen], int, int]:
@@ -125,6 +125,8 @@ def _column(rows: Rows, name: str) -> Seen:
     if arrow.types.is_list(column.type):
         several = len(column)
         column = column.flatten()
+    if arrow.types.is_boolean(column.type):
+        column = column.cast(arrow.int8())
     texts = (column if arrow.types.is_string(column.type) else column.cast(arrow.string())).fill_null("")
     encoded = texts.dictionary_encode()
     counts = np.bincount(np.asarray(encoded.indices), minlength=len(encoded.dictionary))
@@ -198,12 +200,11 @@ def propose(path: Path, to: Path, *, threads: int, known: TableSchema | None = N
       UserError: The table cannot be read, or the file not be written.
     """
     files = find(path, known)
-    seen, wrong = look(files, threads=threads)
-    require(bool(seen) and next(iter(seen.values())).rows > 0, f"--input is {str(path)!r}, which has no rows")
+    seen, rows, wrong = look(files, threads=threads)
+    require(rows > 0, f"--input is {str(path)!r}, which has no rows")
     ids = Ids()
     suggested = {name: suggest(name, of, ids) for name, of in seen.items()}
     uses = {name: text.split('"')[1] for name, text in suggested.items()}
-    rows = max(of.rows for of in seen.values())
     width = max(map(len, seen))
     print(f"{rows:,} rows{f', and {wrong:,} that are malformed' if wrong else ''}, in {len(files)} file(s)")
     print(f"{'column':<{width}}  {'distinct':>11}  {'missing':>8}  {'table':>10}  proposal")
