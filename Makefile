@@ -5,7 +5,7 @@ RUN ?= run
 LOCK := locks/$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 BIN := $(VENV)/bin
 
-.PHONY: train test test-full lint smoke compile_only clean
+.PHONY: train test test-full fuzz lint smoke compile_only clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m jaxrec.train --config=dlrm_movielens --workdir=$(RUN)
@@ -17,6 +17,10 @@ test: $(VENV)/installed
 # All combinations instead of a pairwise cover: hours on 2 cores.
 test-full: $(VENV)/installed
 	JAXREC_FULL=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+
+# 100,000 malformed tables, schemas and files instead of 1,000: minutes.
+fuzz: $(VENV)/installed
+	JAXREC_FULL=1 $(BIN)/python -m pytest --numprocesses=2 tests/test_fuzz_tables.py tests/test_fuzz_files.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

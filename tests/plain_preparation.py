@@ -79,7 +79,7 @@ def prepare(rows: Sequence[dict[str, str]], files: Sequence[int], schema: TableS
     """Prepares rows of text, of which `files` says the file that each is of."""
     good, bad = [], []
     for i, (row, file) in enumerate(zip(rows, files, strict=True)):
-        values = _values(row, schema)
+        values = values_of(row, schema)
         if values is None:
             bad.append(i)
         else:
@@ -123,7 +123,7 @@ def prepare(rows: Sequence[dict[str, str]], files: Sequence[int], schema: TableS
     return Prepared(splits, tables, unseen, dict(events), bad)
 
 
-def _values(row: dict[str, str], schema: TableSchema) -> dict[str, Any] | None:
+def values_of(row: dict[str, str], schema: TableSchema) -> dict[str, Any] | None:
     """What a row says; None: it is malformed."""
     labels, dense, weight, time = [], [], None, None
     for c in (*schema.of("label"), *schema.of("auxiliary")):

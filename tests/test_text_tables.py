@@ -112,3 +112,34 @@ def test_whole_numbers_come_back(values):
     text = b"a,b\n" + "".join(f"{a},{b}\n" for a, b in values).encode()
     got = [numbers(rows, "b", "int64")[0] for rows in read(PATH, BadRows(), Format(), io.BytesIO(text))]
     assert np.concatenate([np.empty(0, np.int64), *got]).tolist() == [b for _, b in values]
+
+
+def test_a_quote_that_is_never_closed_costs_one_row():
+    """However much text follows, with other quotes or without."""
+    rows = b"x,1\n" * 700_000
+    for after in (b"", b'"y","2"\n', b'z,"3 ""quoted"""\n'):
+        bad = BadRows(1)
+        lines, columns = rows_of(b'a,b\n"open,0\n' + rows + after, bad)
+        assert bad.count == 1 and "line 2: it has a quote within a field, or one that is not closed" in bad.first[0]
+        assert lines == [*range(3, 700_003 + bool(after))] and columns["b"][:2] == ["1", "1"]
+
+
+def test_long_fields_are_fields():
+    text = b"a,b\n" + b"x" * 3_000_000 + b',"' + b"y\n" * 400_000 + b'"\nz,1\n'
+    lines, columns = rows_of(text)
+    assert lines == [2, 400_003] and list(map(len, columns["a"])) == [3_000_000, 1]
+    assert list(map(len, columns["b"])) == [800_000, 1]
+
+
+def test_an_empty_line_is_malformed_but_where_there_is_one_column():
+    bad = BadRows(3)
+    assert rows_of(b"a,b\n\n1,2\n\r\n3,4\n\n", bad)[0] == [3, 5] and bad.count == 3
+    assert bad.first[0].endswith("line 2: it is empty, but must have 2 fields")
+    assert rows_of(b"a\n\n1\n\r\n") == ([2, 3, 4], {"a": ["", "1", ""]})
+    assert rows_of(b'a,b\n"x\n\ny",2\n') == ([2], {"a": ["x\n\ny"], "b": ["2"]})
+
+
+def test_a_byte_order_mark_is_passed_over_at_the_beginning_alone(monkeypatch):
+    monkeypatch.setattr(text_tables, "PIECE_BYTES", 4)
+    text = "\ufeffa,b\n\ufeff1,2\n\ufeff3,4\n".encode()
+    assert rows_of(text) == ([2, 3], {"a": ["\ufeff1", "\ufeff3"], "b": ["2", "4"]})

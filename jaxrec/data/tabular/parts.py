@@ -211,7 +211,7 @@ def convert(parsed: Parsed, schema: TableSchema) -> tuple[Part, list[tuple[int, 
         values = real(c.name, None)
         if c.at_least is None:
             refuse((values != 0) & (values != 1), lambda i, v=values, c=c: f"{c.name} is {v[i]:g}, but must be 0 or 1")
-        labels[:, t] = values if c.at_least is None else values >= c.at_least
+        labels[:, t] = values >= (1 if c.at_least is None else c.at_least)
     dense = np.empty((n, len(schema.of("dense"))), np.float32)
     for i, c in enumerate(schema.of("dense")):
         values = real(c.name, 0.0)
