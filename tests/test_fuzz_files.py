@@ -31,7 +31,7 @@ COLUMNS = (
     '{use = ["user", "categorical"]}', '{use = "time"}', '{use = "bag", separator = ""}', '{use = "weight"}',
     '{use = "bag", max_length = 2}', '{use = "time", format = "%"}', '{use = "time", format = "%Y"}', '{use = "split"}',
     '{use = "categorical", history = 3}', '{use = "label", positive = "x"}', '{use = ["ignore"]}', "1979-05-27", "1",
-    '{use = ["dense", "dense"]}', '{use = [["dense"]]}', '{use = ["dense", "categorical"]}', '{use = "auxiliary"}', "{}",
+    '{use = ["dense", "dense"]}', '{use = [["dense"]]}', '{use = ["dense", "categorical"]}', "{}",
 )  # fmt: skip
 
 
