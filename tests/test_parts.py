@@ -254,7 +254,7 @@ def test_the_folder_of_other_parts_is_emptied(tmp_path):
     with pytest.raises(KeyError), parts.kept_in(folder, {"a": 2}):
         assert not (folder / "part").exists() and parts.are_of(folder, {"a": 2})
         raise KeyError
-    (tmp_path / ".few.json").write_bytes(b"\xff")
+    (tmp_path / ".few.parts.json").write_bytes(b"\xff")
     assert not parts.are_of(folder, {"a": 2})
     with parts.kept_in(folder, {"a": 2}):
         assert parts.are_of(folder, {"a": 2})

@@ -134,7 +134,7 @@ def test_killed_at_any_change_it_goes_on(offset, runs, given, straight, tmp_path
             if (data / "shop-1.0.0").exists():
                 assert digests(data / "shop-1.0.0") == straight[1]
             elif data.exists() and parts_in(data):
-                assert ".shop-1.0.0.json" in left_in(data)
+                assert ".shop-1.0.0.parts.json" in left_in(data)
             assert_completes(runs, given(), data, straight)
         shutil.rmtree(data)
 
@@ -161,7 +161,7 @@ def test_a_full_disk_ends_in_a_sentence(runs, given, straight, tmp_path):
         assert_one_sentence(
             said["status"], said["err"], f"--data_dir is '{data}'", "no room left", "make room and give"
         )
-        assert left_in(data) in ([], [".shop-1.0.0.json", ".shop-1.0.0.parts"], [".shop-1.0.0.tmp"])
+        assert left_in(data) in ([], [".shop-1.0.0.parts", ".shop-1.0.0.parts.json"], [".shop-1.0.0.parts.tmp"])
     assert met == {False, True}, "while reading and while writing"
     assert parts_in(data) == 6
     assert_completes(runs, given(), data, straight)

@@ -38,9 +38,9 @@ def here(tmp_path, monkeypatch):
 
 
 def left_in(data_dir: Path) -> list[str]:
-    """What a later command would find, but for locks and the parts that it takes up."""
+    """What a later command would find, but for locks and parts, which it takes up."""
     found = sorted(os.listdir(data_dir)) if data_dir.is_dir() else []
-    return [name for name in found if not name.endswith((".lock", ".parts"))]
+    return [name for name in found if not name.endswith((".lock", ".parts", ".parts.json"))]
 
 
 TABLE_OF = ("--dataset=tabular", "--input=t.csv")

@@ -418,7 +418,7 @@ def kept_in(folder: Path, identity: Mapping[str, Any]) -> Iterator[None]:
         if not are_of(folder, identity):
             if folder.exists():
                 shutil.rmtree(folder)
-            temporary = folder.with_suffix(".tmp")
+            temporary = folder.with_name(f"{folder.name}.tmp")
             temporary.write_bytes(_text(identity))
             temporary.rename(_says_of(folder))
         folder.mkdir(exist_ok=True)
@@ -428,7 +428,7 @@ def kept_in(folder: Path, identity: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _says_of(folder: Path) -> Path:
-    return folder.with_suffix(".json")
+    return folder.with_name(f"{folder.name}.json")
 
 
 def _text(identity: Mapping[str, Any]) -> bytes:
