@@ -48,7 +48,7 @@ def test_distinct_values_are_estimated_where_they_are_many():
     ("name", "values", "proposal"),
     [
         ("click", ["0", "1"], '{use = "label"}'),
-        ("Rating", ["1", "5", "3"], '{use = "label", at_least = 4.2}'),
+        ("Rating", ["1", "5", "3"], '{use = "label", at_least = 4}'),
         ("click", ["yes", "no"], '{use = "categorical"}'),
         ("flag", ["7"], '{use = "ignore"}'),
         ("user_id", [str(i) for i in range(90)], '{use = ["user", "categorical"]}'),

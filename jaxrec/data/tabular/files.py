@@ -188,8 +188,6 @@ def _plain(column: Any, where: str) -> Any:
     """Returns a column of numbers, dates, text, or lists of text, whatever parquet's types for them are."""
     arrow = import_package("pyarrow", "reading parquet needs the package pyarrow", "'jaxrec[prepare]'")
     types = arrow.types
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     kind = column.type
     if types.is_float16(kind):
         return column.cast(arrow.float32())
