@@ -259,3 +259,36 @@ def test_the_folder_of_other_parts_is_emptied(tmp_path):
     with parts.kept_in(folder, {"a": 2}):
         assert parts.are_of(folder, {"a": 2})
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_keep_the_order_and_do_not_run_ahead(threads):
+    """A table of any size is read with a few pieces in memory: none is asked for before its turn."""
+    asked, done = [], []
+
+    def items():
+        for i in range(50):
+            asked.append(i)
+            yield i
+
+    for value in parts.in_threads(lambda i: i * i, items(), threads):
+        done.append(value)
+        assert len(asked) <= len(done) + threads + 1
+    assert done == [i * i for i in range(50)]
+
+
+def test_an_error_in_a_thread_ends_the_others():
+    """It is raised where its turn is, and what was not begun is not begun."""
+    begun = []
+
+    def fail(i):
+        begun.append(i)
+        if i == 5:
+            raise UserError("the sixth")
+        return i
+
+    done = []
+    with pytest.raises(UserError, match="the sixth"):
+        for value in parts.in_threads(fail, range(1000), 2):
+            done.append(value)
+    assert done == [0, 1, 2, 3, 4] and len(begun) < 12
