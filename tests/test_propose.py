@@ -74,7 +74,7 @@ def test_suggestions(name, values, proposal, tmp_path):
 def test_any_name_and_value_makes_a_schema(tmp_path):
     """Whatever a column is named and holds, what is proposed can be loaded."""
     draw = random.Random(0)
-    odd = ['a "b"', "c\\d", "\u00e9\u4e2d", "\U0001f600", "e\tf", "\u200b", "\x07", "x=y # z", "[g]", "'", "1.5", ""]
+    odd = ['a "b"', "c\\d", "\u00e9\u4e2d", "\U0001f600", "\U000e0001", "e\tf", "\u200b", "\x07", "x=y # z", "[g]", "'", "1.5", ""]
     for case in range(60):
         names = draw.sample(odd, 5)
         table = pa.table(
