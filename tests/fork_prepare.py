@@ -26,7 +26,7 @@ import tqdm  # noqa: F401
 from jaxrec import flags, prepare
 from jaxrec.data import block_writer  # noqa: F401
 from jaxrec.data.datasets import criteo, tabular  # noqa: F401
-from jaxrec.data.tabular import encode, parts, text_tables
+from jaxrec.data.tabular import encode, parts, text_rows
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir")
@@ -62,7 +62,7 @@ def run(given: dict, answer: int) -> None:
 
     parts.convert = counting
     array_record.ArrayRecordWriter = Writer
-    text_tables.PIECE_BYTES = given.get("piece", text_tables.PIECE_BYTES)
+    text_rows.PIECE_BYTES = given.get("piece", text_rows.PIECE_BYTES)
     encode.COUNTED_IN_MEMORY = 150  # So that some counts are written, too.
     sys.addaudithook(hook)
     if "limit" in given:

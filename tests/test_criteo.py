@@ -21,7 +21,7 @@ from jaxrec.configs import catalogue, overrides
 from jaxrec.data import blocks
 from jaxrec.data.datasets import criteo, tabular
 from jaxrec.data.datasets.tabular import TabularData
-from jaxrec.data.tabular import files, text_tables
+from jaxrec.data.tabular import files, text_rows
 from jaxrec.data.tabular.text_tables import BadRows
 from jaxrec.training.loop import train
 
@@ -58,7 +58,7 @@ def kaggle(tmp_path_factory):
     """(rows of train.tsv, the folder that they are prepared in, in pieces of 50 kB, every value having a row)."""
     path = need("criteo-8k", "train.tsv")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_tables, "PIECE_BYTES", 50_000)
+        patch.setattr(text_rows, "PIECE_BYTES", 50_000)
         folder, rows = write(path, tmp_path_factory.mktemp("kaggle"), min_count=1)
     assert rows == 7200
     return [dict(zip(criteo.COLUMNS, line.split("\t"), strict=True)) for line in path.read_text().splitlines()], folder

@@ -20,7 +20,7 @@ from jaxrec.data import blocks
 from jaxrec.data.datasets import tabular
 from jaxrec.data.datasets.tabular import TabularData
 from jaxrec.data.pipeline import Batches
-from jaxrec.data.tabular import encode, files, schema, text_tables, vocabulary
+from jaxrec.data.tabular import encode, files, schema, text_rows, vocabulary
 from jaxrec.data.tabular.text_tables import BadRows
 
 SCHEMA = {
@@ -153,7 +153,7 @@ def assert_prepared(folder: Path, wanted: plain_preparation.Prepared, of: schema
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Pieces, batches and blocks of a few rows, and counts that do not fit in memory."""
-    monkeypatch.setattr(text_tables, "PIECE_BYTES", 3000)
+    monkeypatch.setattr(text_rows, "PIECE_BYTES", 3000)
     monkeypatch.setattr(files, "PARQUET_ROWS", 31)
     monkeypatch.setattr(encode, "BLOCK_ROWS", 64)
     monkeypatch.setattr(encode, "COUNTED_IN_MEMORY", 40)
@@ -203,7 +203,7 @@ def plain_digests(rows, tmp_path_factory):
 )
 def test_threads_pieces_and_formats_change_nothing(form, threads, piece, rows, plain_digests, tmp_path, monkeypatch):
     if piece:
-        monkeypatch.setattr(text_tables, "PIECE_BYTES", piece)
+        monkeypatch.setattr(text_rows, "PIECE_BYTES", piece)
     folder, _ = prepare(write_tables(tmp_path / "t", [rows], form), schema_by("time"), tmp_path / "data", threads)
     assert digests(folder) == plain_digests
 

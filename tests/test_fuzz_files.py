@@ -64,7 +64,7 @@ def test_schemas(hundred, tmp_path, monkeypatch):
             with file.opened() as (names, tasks):
                 if {c.name for c in of.columns} <= set(names):
                     for task in tasks:
-                        part, wrong = parts.convert(task.parse(parts._types(of)), of)
+                        part, wrong = parts.convert(task.parse(parts.types_of(of)), of)
                         assert part.rows + len(wrong) == 9, text
         except UserError as e:
             assert "t.csv" in str(e) or "columns." in str(e), text

@@ -18,8 +18,8 @@ import pytest
 from cover import FULL
 
 from jaxrec.checks import UserError
-from jaxrec.data.tabular import files, parts, schema, text_tables
-from jaxrec.data.tabular.text_tables import Format
+from jaxrec.data.tabular import files, parts, schema, text_rows, text_tables
+from jaxrec.data.tabular.text_rows import Format
 
 # Hundreds of cases, with those of test_fuzz_files.py 1,000 in all.
 TEXT, VALUES, ENCODINGS = (n * (100 if FULL else 1) for n in (5, 2, 1))
@@ -34,7 +34,7 @@ TOKENS = (
 
 @pytest.fixture(autouse=True)
 def short_quotes(monkeypatch):
-    monkeypatch.setattr(text_tables, "LONGEST_QUOTED", LONGEST_QUOTED)
+    monkeypatch.setattr(text_rows, "LONGEST_QUOTED", LONGEST_QUOTED)
 
 
 def body_of(draw: random.Random, delimiter: bytes, columns: int) -> bytes:
@@ -62,7 +62,7 @@ def body_of(draw: random.Random, delimiter: bytes, columns: int) -> bytes:
 def read(data: bytes, form: Format, path: Path = PATH, names: int = 0):
     """Returns the plain form of what `text_tables` finds in `data`, or in the file where there is none."""
     found = plain_tables.Plain([], [], [])
-    with text_tables.opened(path, form, io.BytesIO(data) if path is PATH else None) as (columns, pieces):
+    with text_rows.opened(path, form, io.BytesIO(data) if path is PATH else None) as (columns, pieces):
         assert len(columns) == names
         for piece in pieces:
             rows, wrong = text_tables.parse(piece, path, columns, form)
@@ -89,7 +89,7 @@ def test_text(hundred, monkeypatch, tmp_path):
         said = (body, delimiter, len(names), 1 if given else 2)
         wanted = plain_tables.rows_of(*said, quoted=quoted, longest_quoted=LONGEST_QUOTED)
         for size in (draw.randint(1, 9), draw.randint(10, 200), 1 << 20):
-            monkeypatch.setattr(text_tables, "PIECE_BYTES", size)
+            monkeypatch.setattr(text_rows, "PIECE_BYTES", size)
             assert read(data, form, names=len(names)) == wanted, (said, quoted, size)
         if case % 10 == 0:
             packed = tmp_path / "table.csv.gz"
@@ -132,7 +132,7 @@ def field_of(draw: random.Random, name: str) -> str:
 def test_values(hundred, monkeypatch):
     """Every value of every row is that of plain Python, and no other row is left out, whatever stands beside it."""
     names = [c.name for c in OF_NUMBERS.columns]
-    types = parts._types(OF_NUMBERS)
+    types = parts.types_of(OF_NUMBERS)
     for case in range(100):
         draw = random.Random(f"values {hundred} {case}")
         rows = [{name: field_of(draw, name) for name in names} for _ in range(draw.randrange(20))]
@@ -140,10 +140,10 @@ def test_values(hundred, monkeypatch):
         wanted = [plain_preparation.values_of(row, OF_NUMBERS) for row in rows]
         bad = [i + 2 for i, values in enumerate(wanted) if values is None]
         good = [values for values in wanted if values is not None]
-        monkeypatch.setattr(text_tables, "PIECE_BYTES", draw.choice((40, 300, 1 << 20)))
+        monkeypatch.setattr(text_rows, "PIECE_BYTES", draw.choice((40, 300, 1 << 20)))
         made, wrong = [], []
         form = Format(";")
-        with text_tables.opened(PATH, form, io.BytesIO(text)) as (columns, pieces):
+        with text_rows.opened(PATH, form, io.BytesIO(text)) as (columns, pieces):
             for piece in pieces:
                 parsed = files.Parsed(*text_tables.parse(piece, PATH, columns, form, types))
                 part, why = parts.convert(parsed, OF_NUMBERS)
@@ -189,7 +189,7 @@ def test_encodings(hundred, monkeypatch):
             continue
         wanted = plain_tables.rows_of(body.encode(), ",", 2, 1, quoted=True, longest_quoted=LONGEST_QUOTED)
         for size in (3, 7, 1 << 20):
-            monkeypatch.setattr(text_tables, "PIECE_BYTES", size)
+            monkeypatch.setattr(text_rows, "PIECE_BYTES", size)
             try:
                 assert read(data, form, names=2) == wanted, (form.encoding, body)
             except UserError as e:  # Python cannot read some of its encodings bit by bit.

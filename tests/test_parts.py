@@ -10,9 +10,10 @@ import pytest
 from pyarrow import parquet
 
 from jaxrec.checks import UserError
-from jaxrec.data.tabular import files, parts, schema, text_tables
+from jaxrec.data.tabular import files, parts, schema, text_rows, text_tables
 from jaxrec.data.tabular.parts import Made
-from jaxrec.data.tabular.text_tables import BadRows, Format
+from jaxrec.data.tabular.text_rows import Format
+from jaxrec.data.tabular.text_tables import BadRows
 
 
 def schema_of(**columns) -> schema.TableSchema:
@@ -28,9 +29,9 @@ def of_text(fields: list[str], **column) -> tuple[parts.Part, list[tuple[int, st
     """Converts column `x` of a table."""
     of = schema_of(x=column)
     text = "x,y,filler\n" + "".join(f'"{field}",1,0\n' for field in fields)
-    with text_tables.opened("t.csv", Format(), io.BytesIO(text.encode())) as (names, pieces):
+    with text_rows.opened("t.csv", Format(), io.BytesIO(text.encode())) as (names, pieces):
         (piece,) = pieces
-        return parts.convert(files.Parsed(*text_tables.parse(piece, "t.csv", names, Format(), parts._types(of))), of)
+        return parts.convert(files.Parsed(*text_tables.parse(piece, "t.csv", names, Format(), parts.types_of(of))), of)
 
 
 def of_arrow(tmp_path, values: pa.Array, **column) -> tuple[parts.Part, list[tuple[int, str]]]:
@@ -176,7 +177,7 @@ def test_other_types_are_refused(values, tmp_path):
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     """(schema, files, folder of parts): a table of several pieces, with two malformed rows."""
-    monkeypatch.setattr(text_tables, "PIECE_BYTES", 100)
+    monkeypatch.setattr(text_rows, "PIECE_BYTES", 100)
     lines = [f"{i % 2},{i},v{i % 5},{i * 3}|x" for i in range(90)]
     lines[40], lines[70] = "2,0,v,", "1,1"
     (tmp_path / "t.csv").write_text("\n".join(["y,d,c,b", *lines]))

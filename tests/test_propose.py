@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from jaxrec.checks import UserError
 from jaxrec.data.datasets import criteo
-from jaxrec.data.tabular import files, propose, schema, text_tables
+from jaxrec.data.tabular import files, propose, schema, text_rows
 from jaxrec.data.tabular.propose import Seen, look, suggest
 
 
@@ -22,7 +22,7 @@ def seen_of(folder, columns: dict[str, list]) -> dict[str, Seen]:
 
 
 def test_what_is_known_of_a_column(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_tables, "PIECE_BYTES", 50)
+    monkeypatch.setattr(text_rows, "PIECE_BYTES", 50)
     columns = {
         "n": ["1", "-2", "", "1", "1e3", "x"] * 10,
         "d": ["2024-01-05", "2024-01-05T10:00", "", "a|b", "|", "b"] * 10,
@@ -74,7 +74,21 @@ def test_suggestions(name, values, proposal, tmp_path):
 def test_any_name_and_value_makes_a_schema(tmp_path):
     """Whatever a column is named and holds, what is proposed can be loaded."""
     draw = random.Random(0)
-    odd = ['a "b"', "c\\d", "\u00e9\u4e2d", "\U0001f600", "\U000e0001", "e\tf", "\u200b", "\x07", "x=y # z", "[g]", "'", "1.5", ""]
+    odd = [
+        'a "b"',
+        "c\\d",
+        "\u00e9\u4e2d",
+        "\U0001f600",
+        "\U000e0001",
+        "e\tf",
+        "\u200b",
+        "\x07",
+        "x=y # z",
+        "[g]",
+        "'",
+        "1.5",
+        "",
+    ]
     for case in range(60):
         names = draw.sample(odd, 5)
         table = pa.table(

@@ -5,7 +5,8 @@ import pytest
 
 from jaxrec.checks import UserError
 from jaxrec.data.tabular import splits
-from jaxrec.data.tabular.parts import Made, Part, Values
+from jaxrec.data.tabular.convert import Part, Values
+from jaxrec.data.tabular.parts import Made
 from jaxrec.data.tabular.schema import Split
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrec.checks import UserError
-from jaxrec.data.tabular import text_tables
-from jaxrec.data.tabular.text_tables import BadRows, Format, numbers, read
+from jaxrec.data.tabular import text_rows
+from jaxrec.data.tabular.text_rows import Format
+from jaxrec.data.tabular.text_tables import BadRows, numbers, read
 
 PATH = Path("table.csv")
 
@@ -39,7 +40,7 @@ def test_fields_are_text_with_their_lines():
 
 @pytest.mark.parametrize("piece", [16, 64, 1 << 20])
 def test_two_byte_separators_and_lines_in_any_pieces(monkeypatch, piece):
-    monkeypatch.setattr(text_tables, "PIECE_BYTES", piece)
+    monkeypatch.setattr(text_rows, "PIECE_BYTES", piece)
     good = [f"{i}::t:{i}x:::{i * i}" if i % 2 else f"{i}::t:{i}::{i * i}" for i in range(60)]
     text = "\n".join(["a::b::c", *good[:30], "one::two", *good[30:], "1::2::3::4", ""]).encode()
     bad = BadRows(2)
@@ -140,6 +141,6 @@ def test_an_empty_line_is_malformed_but_where_there_is_one_column():
 
 
 def test_a_byte_order_mark_is_passed_over_at_the_beginning_alone(monkeypatch):
-    monkeypatch.setattr(text_tables, "PIECE_BYTES", 4)
+    monkeypatch.setattr(text_rows, "PIECE_BYTES", 4)
     text = "\ufeffa,b\n\ufeff1,2\n\ufeff3,4\n".encode()
     assert rows_of(text) == ([2, 3], {"a": ["\ufeff1", "\ufeff3"], "b": ["2", "4"]})

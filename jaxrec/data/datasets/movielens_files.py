@@ -19,7 +19,8 @@ import numpy as np
 from jaxrec.checks import UserError, require
 from jaxrec.data.datasets.movielens import Ratings
 from jaxrec.data.tabular import text_tables
-from jaxrec.data.tabular.text_tables import BadRows, Format
+from jaxrec.data.tabular.text_rows import Format
+from jaxrec.data.tabular.text_tables import BadRows
 
 # What the archives of a fixed content hold.
 COUNTS = {

@@ -19,8 +19,9 @@ from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.blocks import BLOCK_ROWS, Column, Facts
 from jaxrec.data.schema import Block, FeatureSpec
 from jaxrec.data.tabular import splits
+from jaxrec.data.tabular.convert import Part
 from jaxrec.data.tabular.files import TableFile
-from jaxrec.data.tabular.parts import Made, Part, in_threads, load
+from jaxrec.data.tabular.parts import Made, in_threads, load
 from jaxrec.data.tabular.schema import SPLITS, TableSchema
 from jaxrec.data.tabular.vocabulary import EMPTY_KEY, Counts, Vocabulary, hashed
 from jaxrec.data.timelines import Timelines

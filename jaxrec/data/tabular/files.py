@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrec.checks import UserError, import_package, require
-from jaxrec.data.tabular import text_tables
+from jaxrec.data.tabular import text_rows, text_tables
 from jaxrec.data.tabular.schema import SPLITS, TableSchema
-from jaxrec.data.tabular.text_tables import Format, Rows
+from jaxrec.data.tabular.text_rows import Format
+from jaxrec.data.tabular.text_tables import Rows
 
 # Rows of a parquet file that are converted at a time.
 PARQUET_ROWS = 1 << 16
@@ -74,9 +75,9 @@ class TableFile:
                 yield opened
             return
         form = self.form
-        with text_tables.opened(self.path, form) as (names, pieces):
+        with text_rows.opened(self.path, form) as (names, pieces):
 
-            def task(piece: text_tables.Piece) -> Task:
+            def task(piece: text_rows.Piece) -> Task:
                 return Task(
                     piece.start,
                     len(piece.text),
@@ -96,7 +97,7 @@ def find(path: Path, schema: TableSchema | None = None) -> list[TableFile]:
     Raises:
       UserError: There is none, or the files that the schema names are absent.
     """
-    with text_tables.readable(path):
+    with text_rows.readable(path):
         return _find(path, schema)
 
 
@@ -140,7 +141,7 @@ def _form(path: Path, schema: TableSchema | None) -> Format | None:
 
 def delimiter_of(path: Path) -> str:
     """Returns the most frequent of DELIMITERS in a file's first line (the first of equals)."""
-    with text_tables.readable(path), text_tables.open_binary(path) as file:
+    with text_rows.readable(path), text_rows.open_binary(path) as file:
         line = file.readline(1 << 20)
     return max(DELIMITERS, key=lambda d: line.count(d.encode()))
 

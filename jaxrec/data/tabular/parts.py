@@ -1,18 +1,13 @@
 """A table's rows as arrays in files of their own, so that its text is parsed once.
 
-A part is a piece of a table: numbers as they will be used, and of every other column the keys of its distinct values
-and, row by row, which of them. Parts are made on all cores, in any order, and kept: a preparation that was
-interrupted takes up those that it has.
-
-Shape suffixes: n rows, T labels, N dense columns, K distinct values of a column in the part, v values of a bag column.
+A part holds the well-formed rows of a piece of a table, as `convert` makes them. Parts are made on all cores, in any
+order, and kept: a preparation that was interrupted takes up those that it has.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
-import datetime
 import json
 import shutil
 import sys
@@ -25,55 +20,13 @@ import numpy as np
 
 from jaxrec.checks import UserError, import_package, require
 from jaxrec.data.block_writer import writing_to
-from jaxrec.data.tabular.files import Parsed, TableFile
-from jaxrec.data.tabular.schema import SPLITS, TableColumn, TableSchema
-from jaxrec.data.tabular.text_tables import BadRows, Rows, numbers
-from jaxrec.data.tabular.vocabulary import keys_of
-
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+from jaxrec.data.tabular.convert import Part, Values, convert, types_of
+from jaxrec.data.tabular.files import TableFile
+from jaxrec.data.tabular.schema import TableSchema
+from jaxrec.data.tabular.text_tables import BadRows
 
 X = TypeVar("X")
 Y = TypeVar("Y")
-
-
-class Values(NamedTuple):
-    """A column of text.
-
-    Attributes:
-      keys: uint64 [K], of its distinct values.
-      codes: unsigned [n], or [v] of a bag: which of them.
-      lengths: int32 [n], values of each row of a bag; else None.
-    """
-
-    keys: np.ndarray
-    codes: np.ndarray
-    lengths: np.ndarray | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The well-formed rows of a piece.
-
-    Attributes:
-      labels: float32 [n, T], auxiliary ones included.
-      dense: float32 [n, N], transformed but for `standard` columns; NaN where a value is missing.
-      values: By column, of every column of use categorical, bag or user.
-      weight: float32 [n], or None.
-      time: int64 [n], or None.
-      split: uint8 [n], an index of SPLITS, where a column says which; or None.
-    """
-
-    labels: np.ndarray
-    dense: np.ndarray
-    values: dict[str, Values]
-    weight: np.ndarray | None = None
-    time: np.ndarray | None = None
-    split: np.ndarray | None = None
-
-    @property
-    def rows(self) -> int:
-        """n."""
-        return len(self.labels)
 
 
 class Made(NamedTuple):
@@ -124,7 +77,7 @@ def make(
                     not missing,
                     f"{file.path} has no column {(missing or [''])[0]!r} of the schema; it has: {', '.join(names)}",
                 )
-                types = None if file.form is None else _types(schema)
+                types = None if file.form is None else types_of(schema)
 
                 def made(numbered: tuple[int, Any], f: int = f, types: Any = types) -> tuple[Made, dict[str, Any], int]:
                     number, task = numbered
@@ -167,189 +120,6 @@ def in_threads(function: Callable[[X], Y], items: Iterable[X], threads: int) -> 
             yield waiting.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _types(schema: TableSchema) -> dict[str, Any]:
-    """The types of the columns that a text table is parsed to."""
-    arrow = _import("pyarrow")
-    types = {}
-    for c in schema.columns:
-        if {"categorical", "user"} & set(c.use):
-            types[c.name] = arrow.dictionary(arrow.int32(), arrow.string())
-        elif "dense" in c.use or "weight" in c.use or ({"label", "auxiliary"} & set(c.use) and c.positive is None):
-            types[c.name] = arrow.float64()
-        elif c.use != ("ignore",):
-            types[c.name] = arrow.string()
-    return types
-
-
-def convert(parsed: Parsed, schema: TableSchema) -> tuple[Part, list[tuple[int, str]]]:
-    """Makes a part of parsed rows; returns it, and (line, why) of the malformed rows."""
-    rows, wrong = parsed.rows, list(parsed.wrong)
-    for c in schema.columns:
-        one = c.use != ("ignore",) and "bag" not in c.use
-        lists = one and _import("pyarrow").types.is_list(rows.columns[c.name].type)
-        require(not lists, f"column {c.name!r} holds lists, but is of use {', '.join(c.use)}; only a bag takes them")
-    bad: dict[int, str] = {}
-    n = len(rows.lines)
-
-    def real(name: str, empty: float | None) -> np.ndarray:
-        values, why = numbers(_as_numbers(rows, name), name, "float64", empty=empty)
-        for i, said in why.items():
-            bad.setdefault(i, said)
-        return values
-
-    def refuse(which: np.ndarray, say: Callable[[int], str]) -> None:
-        for i in np.flatnonzero(which).tolist():
-            bad.setdefault(i, say(i))
-
-    labels = np.empty((n, len(schema.of("label", "auxiliary"))), np.float32)
-    for t, c in enumerate(schema.of("label") + schema.of("auxiliary")):
-        if c.positive is not None:
-            labels[:, t] = np.asarray(_import("pyarrow.compute").equal(_as_text(rows.columns[c.name]), c.positive))
-            continue
-        values = real(c.name, None)
-        if c.at_least is None:
-            refuse((values != 0) & (values != 1), lambda i, v=values, c=c: f"{c.name} is {v[i]:g}, but must be 0 or 1")
-        labels[:, t] = values >= (1 if c.at_least is None else c.at_least)
-    dense = np.empty((n, len(schema.of("dense"))), np.float32)
-    for i, c in enumerate(schema.of("dense")):
-        values = real(c.name, 0.0)
-        values = np.where(_is_missing(rows.columns[c.name]), np.nan, values)
-        if c.transform == "log":
-            values = np.copysign(np.log1p(np.abs(values)), values)
-        with np.errstate(over="ignore"):  # What float32 cannot hold becomes infinite, and is refused.
-            dense[:, i] = values
-        refuse(np.isinf(dense[:, i]), lambda i, v=values, c=c: f"{c.name} is {v[i]:g}, which is beyond float32")
-    weight = None
-    for c in schema.of("weight"):
-        values = real(c.name, None)
-        with np.errstate(over="ignore"):
-            weight = values.astype(np.float32)
-        refuse(np.isinf(weight), lambda i, v=values, c=c: f"{c.name} is {v[i]:g}, which is beyond float32")
-        refuse(values < 0, lambda i, v=values, c=c: f"{c.name} is {v[i]:g}, but a weight must be at least 0")
-    time = None
-    for c in schema.of("time"):
-        time, why = _times(rows, c)
-        for i, said in why.items():
-            bad.setdefault(i, said)
-    split = None
-    if schema.split.by == "column":
-        (c,) = schema.of("split")
-        texts = _as_text(rows.columns[c.name]).to_pylist()
-        split = np.array([SPLITS.index(t) if t in SPLITS else len(SPLITS) for t in texts], np.uint8)
-        refuse(
-            split == len(SPLITS),
-            lambda i, c=c: f"{c.name} is {texts[i][:40]!r}, but must be one of {', '.join(SPLITS)}",
-        )
-    kept = np.ones(n, bool)
-    kept[list(bad)] = False
-    wrong += [(int(rows.lines[i]), said) for i, said in bad.items()]
-    rows = rows.without(~kept)
-    values = {c.name: _values(rows.columns[c.name], c) for c in schema.of("categorical", "bag", "user")}
-    if bad:
-        labels, dense = labels[kept], dense[kept]
-        weight, time, split = (None if a is None else a[kept] for a in (weight, time, split))
-    return Part(labels, dense, values, weight, time, split), sorted(wrong)
-
-
-def _as_numbers(rows: Rows, name: str) -> Rows:
-    """A label may be of true and false, or a column of several uses be parsed to distinct texts."""
-    arrow = _import("pyarrow")
-    column = rows.columns[name]
-    if arrow.types.is_boolean(column.type):
-        column = column.cast(arrow.int64())
-    elif arrow.types.is_dictionary(column.type) or not (
-        arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)
-    ):
-        column = _as_text(column)
-    elif arrow.types.is_floating(column.type):
-        # A parquet file may hold NaN where a value is missing.
-        column = _import("pyarrow.compute").if_else(_import("pyarrow.compute").is_nan(column), None, column)
-    return Rows(rows.lines, {name: column})
-
-
-def _is_missing(column: Any) -> np.ndarray:
-    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
-    if arrow.types.is_integer(column.type) or arrow.types.is_boolean(column.type):
-        return np.asarray(column.is_null())
-    if arrow.types.is_floating(column.type):
-        return np.asarray(column.is_null(nan_is_null=True))
-    return np.asarray(compute.equal(compute.utf8_trim_whitespace(_as_text(column)), ""))
-
-
-def _as_text(column: Any) -> Any:
-    """Returns a pyarrow string array; what is missing is an empty text."""
-    arrow = _import("pyarrow")
-    return (column if arrow.types.is_string(column.type) else column.cast(arrow.string())).fill_null("")
-
-
-def _times(rows: Rows, column: TableColumn) -> tuple[np.ndarray, dict[int, str]]:
-    """Returns int64 [n], as given, or microseconds since 1970 for dates; and why rows are malformed."""
-    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
-    values = rows.columns[column.name]
-    if column.format == "number":
-        return numbers(_as_numbers(rows, column.name), column.name, "int64")
-    if arrow.types.is_temporal(values.type):
-        dates = values.cast(arrow.timestamp("us"), safe=False)
-    else:
-        text = compute.utf8_trim_whitespace(_as_text(values))
-        if column.format == "iso":
-            dates = _iso(text)
-        else:
-            try:
-                dates = compute.strptime(text, format=column.format, unit="us", error_is_null=True)
-            except arrow.ArrowInvalid as e:
-                raise UserError(
-                    f"columns.{column.name}.format is {column.format!r}, but must be one of strptime"
-                ) from e
-    bad = np.flatnonzero(np.asarray(dates.is_null()))
-    what = "a date" if column.format == "iso" else f"a date like {column.format}"
-    why = {int(i): f"{column.name} is {str(values[int(i)])[:40]!r}, but must be {what}" for i in bad}
-    return np.asarray(dates.cast(arrow.int64()).fill_null(0)), why
-
-
-def _iso(text: Any) -> Any:
-    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
-    try:
-        dates = text.cast(arrow.timestamp("us"))
-        # Python has no year 0.
-        return compute.if_else(compute.less(compute.year(dates), 1), None, dates)
-    except arrow.ArrowInvalid:
-        values: list[int | None] = []
-        for field in text.to_pylist():
-            try:
-                date = datetime.datetime.fromisoformat(field)
-                date = date.replace(tzinfo=date.tzinfo or datetime.UTC)
-                values.append((date - _EPOCH) // datetime.timedelta(microseconds=1))
-            except (ValueError, OverflowError):
-                values.append(None)
-        return arrow.array(values, arrow.int64()).cast(arrow.timestamp("us"))
-
-
-def _values(column: Any, spec: TableColumn) -> Values:
-    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
-    lengths = None
-    if "bag" in spec.use:
-        if not arrow.types.is_list(column.type):
-            column = compute.split_pattern(_as_text(column), spec.separator)
-        offsets = np.asarray(column.offsets).astype(np.int64)
-        # A null of a list array may cover values.
-        empty = np.asarray(column.is_null())
-        flat = _as_text(column.values.slice(offsets[0], offsets[-1] - offsets[0]))
-        full = np.asarray(compute.not_equal(flat, ""))
-        full &= ~np.repeat(empty, np.diff(offsets))
-        total = np.concatenate([[0], np.cumsum(full)])
-        bounds = offsets - offsets[0]
-        lengths = (total[bounds[1:]] - total[bounds[:-1]]).astype(np.int32)
-        column = flat.filter(arrow.array(full))
-    if not arrow.types.is_dictionary(column.type):
-        column = _as_text(column).dictionary_encode()
-    elif column.null_count or column.dictionary.null_count or not arrow.types.is_string(column.dictionary.type):
-        column = _as_text(column.dictionary_decode()).dictionary_encode()
-    keys = keys_of(column.dictionary)
-    small = np.min_scalar_type(max(len(keys) - 1, 0))
-    return Values(keys, np.asarray(column.indices).astype(small), lengths)
 
 
 def _save(path: Path, part: Part, about: Mapping[str, Any]) -> None:
@@ -433,7 +203,3 @@ def _says_of(folder: Path) -> Path:
 
 def _text(identity: Mapping[str, Any]) -> bytes:
     return json.dumps(identity, indent=1, sort_keys=True).encode()
-
-
-def _import(module: str) -> Any:
-    return import_package(module, "preparing tables needs the package pyarrow", "'jaxrec[prepare]'")

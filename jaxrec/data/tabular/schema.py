@@ -38,7 +38,7 @@ from typing import Any
 
 from jaxrec.checks import UserError, one_of, require
 from jaxrec.data.schema import COMBINERS
-from jaxrec.data.tabular.text_tables import Format
+from jaxrec.data.tabular.text_rows import Format
 
 SPLITS = ("train", "validation", "test")
 RULES = ("order", "time", "random", "user", "files", "last_file", "column")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrec.checks import require
-from jaxrec.data.tabular.parts import Made, Part
+from jaxrec.data.tabular.convert import Part
+from jaxrec.data.tabular.parts import Made
 from jaxrec.data.tabular.schema import SPLITS, Split
 from jaxrec.data.tabular.vocabulary import mixed
 
