@@ -106,12 +106,12 @@ def _files_and_schema():
     from jaxrec.data.tabular import schema as schema_lib
 
     values = flags.FLAGS
-    path = Path(values.input)
+    path = table = Path(values.input)
     ids = {"vocabulary": values.vocabulary, "min_count": values.min_count, "max_rows": values.max_table_rows}
     if ids["vocabulary"] is not None:
         one_of("--vocabulary", ids["vocabulary"], schema_lib.VOCABULARIES)
     if values.dataset == "criteo":
-        path = criteo.find(path)
+        table = criteo.find(path)
     if values.schema:
         schema = schema_lib.load(Path(values.schema), **ids)
     else:
@@ -119,10 +119,11 @@ def _files_and_schema():
             values.dataset == "criteo",
             "--schema is not given, but must be a file that says what the columns are for; --propose writes one",
         )
-        schema = criteo.schema(path, **ids)
+        schema = criteo.schema(table, **ids)
     stem = path.name.split(".")[0]
     fallback = "".join(c if c.isalnum() or c in "_-" else "_" for c in stem) or "table"
-    return files_lib.find(path, schema), dataclasses.replace(schema, name=values.name or schema.name or fallback)
+    found = files_lib.find(path if schema.split.by == "files" else table, schema)
+    return found, dataclasses.replace(schema, name=values.name or schema.name or fallback)
 
 
 def _synthetic() -> tuple[Path, int, int, int]:
@@ -145,7 +146,7 @@ def _propose() -> int:
     require(
         path.parent.is_dir(), f"--schema is {str(path)!r}, which cannot be written: there is no folder {path.parent}"
     )
-    table = Path(values.input)
+    table: Path | list[Path] = Path(values.input)
     known = None
     if values.dataset == "criteo":
         table = criteo.find(table)
@@ -157,6 +158,8 @@ def _propose() -> int:
 def _say_left_out(bad_rows) -> None:
     for said in bad_rows.first:
         print(f"left out    {said}")
+    if bad_rows.padded:
+        print(f"padded      {bad_rows.padded:,} rows lack their last fields, which are taken for missing values")
 
 
 if __name__ == "__main__":

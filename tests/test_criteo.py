@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from jaxrec.configs import catalogue, overrides
 from jaxrec.data import blocks
 from jaxrec.data.datasets import criteo, tabular
 from jaxrec.data.datasets.tabular import TabularData
-from jaxrec.data.tabular import files, text_rows
+from jaxrec.data.tabular import files, parts, text_rows
+from jaxrec.data.tabular.files import find
 from jaxrec.data.tabular.text_tables import BadRows
 from jaxrec.training.loop import train
 
@@ -121,29 +123,26 @@ def test_other_forms(name, rows, line, counts, tmp_path):
     np.testing.assert_allclose(dense, [math.copysign(math.log1p(abs(x or 0)), x or 0) for x in counts], rtol=1e-6)
 
 
-def test_rows_that_lost_their_last_tabs_are_named(tmp_path):
+def test_rows_that_lost_their_last_tabs_are_read(tmp_path):
     """The last values of nearly half of the rows of this copy are missing, and so are the tabs before them."""
     path = need("criteo-8k", "kaggle_head_1000.tsv")
-    with pytest.raises(UserError, match=r"kaggle_head_1000\.tsv, line 3: it has 38 fields, but must have 40"):
-        write(path, tmp_path)
-    of, bad = criteo.schema(path, min_count=1), BadRows(498)
+    of, bad = criteo.schema(path, min_count=1), BadRows()
     folder, rows_in, rows_out = tabular.write(files.find(path, of), of, str(tmp_path), "a test", bad, threads=2)
-    assert (rows_in, rows_out, bad.count) == (1000, 502, 498)
-    # Its last line, which is whole, has no end.
-    last = blocks.read(folder).splits["test"]
+    assert (rows_in, rows_out, bad.count, bad.padded) == (1000, 1000, 0, 498)
+    # Its last line has no end.
     lines = [line.split("\t") for line in path.read_text().split("\n")]
-    whole = [i for i, fields in enumerate(lines) if len(fields) == 40]
-    assert len(whole) == 502 and len(lines) == 1000
-    assert column(last, "labels")[-1, 0] == float(lines[whole[-1]][0])
+    rows = [dict(zip(criteo.COLUMNS, [*fields, *[""] * (40 - len(fields))], strict=True)) for fields in lines]
+    assert_prepared(folder, plain_preparation.prepare(rows, [0] * 1000, of), of)
 
 
 def test_splits_of_several_files_are_days(tmp_path):
-    """The last file is held out."""
+    """The last file is held out. The terabyte's files have no suffix, and a readme beside them."""
     source = tmp_path / "days"
     source.mkdir()
     for day, part in ((2, "train"), (9, "dev"), (10, "test")):
-        shutil.copy(need("criteo-8k", f"{part}.tsv"), source / f"day_{day}.tsv")
-    folder, rows = write(source, tmp_path)
+        shutil.copy(need("criteo-8k", f"{part}.tsv"), source / f"day_{day}")
+    (source / "readme.txt").write_text("Criteo's terabyte")
+    folder, rows = write(criteo.find(source), tmp_path)
     assert rows == 8000
     counts = {name: split.rows for name, split in blocks.read(folder).splits.items()}
     assert counts == {"train": 7200 + 409, "validation": 391 // 2, "test": 391 - 391 // 2}
@@ -181,3 +180,56 @@ def test_a_thousand_rows_are_learned_by_heart(tmp_path, monkeypatch):
     assert status == 0 and summary["metrics"]["validation"]["rows"] == 1000
     assert summary["metrics"]["validation"]["auc"] > 0.99
     assert summary["metrics"]["test"]["auc"] < 0.95, "what was not trained on is not known"
+
+
+def test_rows_without_their_trailing_tabs_are_whole(tmp_path):
+    """An editor that cuts off trailing tabs changes nothing but the count of rows that it did so to."""
+    rows = [["1", *["2"] * 13, *[f"{i:08x}" for i in range(26 - lost)], *[""] * lost] for lost in (0, 0, 1, 3, 26)] * 4
+    whole, cut = tmp_path / "whole.txt", tmp_path / "cut.txt"
+    for i, row in enumerate(rows):
+        row[0] = str(i % 2)
+    whole.write_text("".join("\t".join(row) + "\n" for row in rows))
+    cut.write_text("\n".join("\t".join(row).rstrip("\t") for row in rows))
+    parts_of = []
+    for path in (whole, cut):
+        schema = criteo.schema(path)
+        (file,) = find(path, schema)
+        bad = BadRows()
+        folder = tmp_path / path.stem
+        folder.mkdir()
+        made, rows_in = parts.make([file], dataclasses.replace(schema, name="c"), folder, bad, threads=1)
+        assert rows_in == len(rows) and bad.count == 0
+        assert bad.padded == (12 if path is cut else 0)
+        parts_of.append(parts.load(made[0]))
+    a, b = parts_of
+    np.testing.assert_array_equal(a.labels, b.labels)
+    np.testing.assert_array_equal(a.dense, b.dense)
+    for name, values in a.values.items():
+        np.testing.assert_array_equal(values.keys[values.codes], b.values[name].keys[b.values[name].codes])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("0000000a", "0000000g", "C11 is '0000000g', but must be 8 hexadecimal digits"),
+        ("0000000a", "a", "C11 is 'a', but must be 8 hexadecimal digits"),
+        ("\t2\t00000000", "\t2.x\t00000000", "I13 is '2.x', but must be a number"),
+        ("\t00000019", "\t00000019\t", "it has 41 fields, but must have 14 to 40"),
+    ],
+)
+def test_a_malformed_row_is_named(tmp_path, old, new, says):
+    row = "\t".join(["1", *["2"] * 13, *[f"{i:08x}" for i in range(26)]])
+    path = tmp_path / "train.txt"
+    path.write_text(f"{row}\n{row.replace(old, new)}\n{row}\n")
+    schema = criteo.schema(path)
+    (file,) = find(path, schema)
+    with pytest.raises(UserError, match=re.escape(f"train.txt, line 2: {says}; --max_bad_rows allows 0")):
+        parts.make([file], schema, tmp_path, BadRows(), threads=1)
+
+
+def test_a_row_that_ends_within_its_counts_is_malformed(tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_text("1\t2\t3\n" * 3)
+    schema = criteo.schema(path)
+    with pytest.raises(UserError, match="line 1: it has 3 fields, but must have 14 to 40"):
+        parts.make(find(path, schema), schema, tmp_path, BadRows(), threads=1)

@@ -25,7 +25,7 @@ site = {use = "categorical"}
 price = {use = "dense"}
 user = {use = "user"}
 """
-CRITEO = "\n".join("\t".join(["0", *"1" * 13, *("a",) * 26]) for _ in range(40))
+CRITEO = "\n".join("\t".join(["0", *"1" * 13, *("0000000a",) * 26]) for _ in range(40))
 
 
 @pytest.fixture
@@ -224,7 +224,12 @@ def test_files(name, data, named, call, here):
 
 def test_criteo_files(call, here):
     for name, text, named in (
-        ("short.txt", CRITEO.replace("\ta\n", "\n", 1), ["short.txt, line 1: it has 39 fields, but must have 40"]),
+        ("long.txt", CRITEO.replace("\n", "\t\n", 1), ["long.txt, line 1: it has 41 fields, but must have 14 to 40"]),
+        (
+            "hex.txt",
+            CRITEO.replace("0000000a\n", "0000000x\n", 1),
+            ["hex.txt, line 1: C26 is '0000000x', but must be 8"],
+        ),
         ("count.txt", CRITEO.replace("0\t1", "0\tx", 1), ["count.txt, line 1: I1 is 'x', but must be a number"]),
         ("one.txt", CRITEO, ["label label is 0 in all 34 training rows"]),
     ):

@@ -18,6 +18,8 @@ from jaxrec.data.tabular.schema import SPLITS, TableColumn, TableSchema
 from jaxrec.data.tabular.text_tables import Rows, numbers
 from jaxrec.data.tabular.vocabulary import keys_of
 
+_HEXADECIMAL = np.zeros(256, bool)
+_HEXADECIMAL[list(b"0123456789abcdefABCDEF")] = True
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -134,6 +136,12 @@ def convert(parsed: Parsed, schema: TableSchema) -> tuple[Part, list[tuple[int, 
             split == len(SPLITS),
             lambda i, c=c: f"{c.name} is {texts[i][:40]!r}, but must be one of {', '.join(SPLITS)}",
         )
+    for c in schema.of("categorical"):
+        if c.hex_digits:
+            digits, column = f"{c.hex_digits} hexadecimal digits", _encoded(rows.columns[c.name])
+            other = ~_are_hexadecimal(column.dictionary, c.hex_digits)
+            other = other[np.asarray(column.indices)] if other.any() else np.zeros(n, bool)
+            refuse(other, lambda i, c=c, v=column, d=digits: f"{c.name} is {v[i].as_py()[:40]!r}, but must be {d}")
     kept = np.ones(n, bool)
     kept[list(bad)] = False
     wrong += [(int(rows.lines[i]), said) for i, said in bad.items()]
@@ -219,6 +227,24 @@ def _iso(text: Any) -> Any:
         return arrow.array(values, arrow.int64()).cast(arrow.timestamp("us"))
 
 
+def _encoded(column: Any) -> Any:
+    """Returns distinct texts, and which of them each row has."""
+    arrow = _import("pyarrow")
+    if arrow.types.is_dictionary(column.type) and not column.null_count:
+        return column
+    return _as_text(column).dictionary_encode()
+
+
+def _are_hexadecimal(texts: Any, digits: int) -> np.ndarray:
+    """Whether each of distinct texts, [K], is so many lowercase or uppercase digits, or empty."""
+    _, offsets, data = texts.buffers()
+    bounds = np.frombuffer(offsets, np.int32, len(texts) + 1, texts.offset * 4)
+    codes = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    others = np.concatenate([[0], np.cumsum(~_HEXADECIMAL[codes[: bounds[-1]]])])
+    lengths = np.diff(bounds)
+    return ((lengths == 0) | (lengths == digits)) & (others[bounds[1:]] == others[bounds[:-1]])
+
+
 def _values(column: Any, spec: TableColumn) -> Values:
     arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
     lengths = None
@@ -235,10 +261,7 @@ def _values(column: Any, spec: TableColumn) -> Values:
         bounds = offsets - offsets[0]
         lengths = (total[bounds[1:]] - total[bounds[:-1]]).astype(np.int32)
         column = flat.filter(arrow.array(full))
-    if not arrow.types.is_dictionary(column.type):
-        column = _as_text(column).dictionary_encode()
-    elif column.null_count or column.dictionary.null_count or not arrow.types.is_string(column.dictionary.type):
-        column = _as_text(column.dictionary_decode()).dictionary_encode()
+    column = _encoded(column)
     keys = keys_of(column.dictionary)
     small = np.min_scalar_type(max(len(keys) - 1, 0))
     return Values(keys, np.asarray(column.indices).astype(small), lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,16 +87,18 @@ class TableFile:
             yield names, map(task, pieces)
 
 
-def find(path: Path, schema: TableSchema | None = None) -> list[TableFile]:
+def find(path: Path | Sequence[Path], schema: TableSchema | None = None) -> list[TableFile]:
     """Finds the files of a table.
 
     Args:
-      path: A file, or a folder of files, which are taken in the order of their names (day_2 before day_10).
+      path: A file, or a folder of files, which are taken in the order of their names (day_2 before day_10); or files.
       schema: Says how they are written, and which to take of a folder; None: nothing is known of them.
 
     Raises:
       UserError: There is none, or the files that the schema names are absent.
     """
+    if not isinstance(path, Path):
+        return [TableFile(file, _form(file, schema)) for file in path]
     with text_rows.readable(path):
         return _find(path, schema)
 
@@ -136,7 +138,8 @@ def _form(path: Path, schema: TableSchema | None) -> Format | None:
     if schema is None:
         return Format(delimiter_of(path))
     delimiter = schema.delimiter or delimiter_of(path)
-    return Format(delimiter, schema.names, schema.encoding, schema.quoted and delimiter != "::")
+    quoted = schema.quoted and delimiter != "::"
+    return Format(delimiter, schema.names, schema.encoding, quoted, schema.optional_fields)
 
 
 def delimiter_of(path: Path) -> str:

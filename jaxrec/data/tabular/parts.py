@@ -86,8 +86,9 @@ def make(
                     about = _about(path)
                     if about is None or about["of"] != identity:
                         wanted = types or {c.name: None for c in schema.columns if c.use != ("ignore",)}
-                        part, wrong = convert(task.parse(wanted), schema)
-                        about = {"of": identity, "rows": part.rows, "wrong": wrong}
+                        parsed = task.parse(wanted)
+                        part, wrong = convert(parsed, schema)
+                        about = {"of": identity, "rows": part.rows, "wrong": wrong, "padded": parsed.rows.padded}
                         _save(path, part, about)
                     return Made(path, f, about["rows"]), about, task.start + task.size
 
@@ -96,6 +97,7 @@ def make(
                     for line, why in about["wrong"]:
                         bad_rows.add(file.path, line, why)
                     rows_in += part.rows + len(about["wrong"])
+                    bad_rows.padded += about["padded"]
                     if part.rows:
                         parts.append(part)
                     # Of a packed file only the unpacked position is known.

@@ -187,11 +187,11 @@ def suggest(name: str, seen: Seen, ids: Ids) -> str:
     return '{use = "categorical"}'
 
 
-def propose(path: Path, to: Path, *, threads: int, known: TableSchema | None = None) -> None:
+def propose(path: Path | list[Path], to: Path, *, threads: int, known: TableSchema | None = None) -> None:
     """Writes a schema for the table at `path` to the file `to`, and prints what its columns hold.
 
     Args:
-      path: A file or folder.
+      path: A file or folder, or files of one.
       to: The file to be written.
       threads: That read.
       known: Says how the files are written and split, where that is known.
@@ -200,10 +200,14 @@ def propose(path: Path, to: Path, *, threads: int, known: TableSchema | None = N
       UserError: The table cannot be read, or the file not be written.
     """
     files = find(path, known)
+    path = path if isinstance(path, Path) else path[0].parent
     seen, rows, wrong = look(files, threads=threads)
     require(rows > 0, f"--input is {str(path)!r}, which has no rows")
     ids = Ids()
     suggested = {name: suggest(name, of, ids) for name, of in seen.items()}
+    for c in () if known is None else known.of("categorical"):
+        if c.hex_digits and "ignore" not in suggested[c.name]:
+            suggested[c.name] = f'{{use = "categorical", hex_digits = {c.hex_digits}}}'
     uses = {name: text.split('"')[1] for name, text in suggested.items()}
     width = max(map(len, seen))
     print(f"{rows:,} rows{f', and {wrong:,} that are malformed' if wrong else ''}, in {len(files)} file(s)")
@@ -228,7 +232,7 @@ def propose(path: Path, to: Path, *, threads: int, known: TableSchema | None = N
     head = [
         "# Proposed by looking at the table: correct it. What each setting means is told in",
         "# jaxrec/data/tabular/schema.py; a column that is left out is not read.",
-        f'name = "{re.sub(r"[^A-Za-z0-9_-]", "_", path.name.split(".")[0]) or "table"}"',
+        f'name = "{known.name if known else re.sub(r"[^A-Za-z0-9_-]", "_", path.name.split(".")[0]) or "table"}"',
         "",
         *_of_files(files[0]),
         "[split]",
@@ -258,6 +262,7 @@ def _of_files(file: TableFile) -> list[str]:
         return []
     names = [] if form.names is None else [f"names = [{', '.join(map(_text, form.names))}]"]
     quoted = [] if form.quoted else ["quoted = false"]
+    quoted += [f"optional_fields = {form.optional}"] if form.optional else []
     return ["[files]", f"delimiter = {_text(form.delimiter)}", *names, *quoted, ""]
 
 

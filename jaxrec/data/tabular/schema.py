@@ -7,6 +7,7 @@
     names = ["click", "hour", "site", "price"]             # where no first line has them
     encoding = "utf-8"
     quoted = true
+    optional_fields = 0                                    # of a row's last fields; absent ones are missing values
     train = "train.csv"                                    # of a folder; with split.by = "files"
 
     [split]
@@ -60,7 +61,7 @@ USES: dict[str, tuple[str, ...]] = {
     "auxiliary": ("at_least", "positive"),
     "weight": (),
     "dense": ("transform",),
-    "categorical": (*_IDS, "history"),
+    "categorical": (*_IDS, "history", "hex_digits"),
     "bag": (*_IDS, "separator", "max_length"),
     "user": (),
     "time": ("format",),
@@ -103,6 +104,7 @@ class TableColumn:
       separator: Between the values of a bag.
       max_length: Values of a bag that are used.
       format: Of a time: `number`, `iso`, or as of strptime.
+      hex_digits: Values are so many hexadecimal digits or missing; others are malformed. 0: they may be any text.
     """
 
     name: str
@@ -117,6 +119,7 @@ class TableColumn:
     separator: str = "|"
     max_length: int = 16
     format: str = "number"
+    hex_digits: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +153,7 @@ class TableSchema:
       names: Of the columns, where no first line has them.
       encoding: Of the files.
       quoted: Whether fields may be in double quotes.
+      optional_fields: How many of a row's last fields may be absent; their values are then missing.
       files: By split, names of files in the input's folder.
     """
 
@@ -160,6 +164,7 @@ class TableSchema:
     names: tuple[str, ...] | None = None
     encoding: str = "utf-8"
     quoted: bool = True
+    optional_fields: int = 0
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def of(self, *uses: str) -> tuple[TableColumn, ...]:
@@ -242,7 +247,7 @@ def parse(values: Mapping[str, Any], where: str, **overrides: Any) -> TableSchem
     """Makes a schema of what a TOML file holds; see `load`."""
     _known(values, ("name", "files", "split", "ids", "columns"), where, "")
     files = dict(_typed(values, "files", dict, where, {}))
-    _known(files, ("delimiter", "names", "encoding", "quoted", *SPLITS), where, "files.")
+    _known(files, ("delimiter", "names", "encoding", "quoted", "optional_fields", *SPLITS), where, "files.")
     split = _filled(Split(), _typed(values, "split", dict, where, {}), where, "split.")
     one_of(f"{where}: split.by", split.by, RULES)
     for name in ("validation", "test"):
@@ -266,14 +271,20 @@ def parse(values: Mapping[str, Any], where: str, **overrides: Any) -> TableSchem
         names=tuple(_texts(files, "names", where)) if "names" in files else None,
         encoding=_typed(files, "encoding", str, where, "utf-8", "files."),
         quoted=_typed(files, "quoted", bool, where, True, "files."),
+        optional_fields=_typed(files, "optional_fields", int, where, 0, "files."),
         files={s: _typed(files, s, str, where, "", "files.") for s in SPLITS if s in files},
     )
     require(
         not schema.name or all(c.isalnum() or c in "_-" for c in schema.name),
         f"{where}: name is {schema.name!r}, but must consist of letters, digits, _ and -",
     )
+    require(
+        schema.optional_fields >= 0,
+        f"{where}: files.optional_fields is {schema.optional_fields}, but must be at least 0",
+    )
     try:
-        Format(schema.delimiter or ",", schema.names, schema.encoding, schema.quoted and schema.delimiter != "::")
+        quoted = schema.quoted and schema.delimiter != "::"
+        Format(schema.delimiter or ",", schema.names, schema.encoding, quoted, schema.optional_fields)
     except UserError as e:
         raise UserError(f"{where}: {e}") from e
     schema.check(where)
@@ -298,6 +309,7 @@ def _column(name: str, values: Any, ids: Ids, where: str) -> TableColumn:
     one_of(f"{at}.transform", column.transform, TRANSFORMS)
     one_of(f"{at}.combiner", column.combiner, COMBINERS)
     require(column.history >= 0, f"{at}.history is {column.history}, but must be at least 0")
+    require(column.hex_digits >= 0, f"{at}.hex_digits is {column.hex_digits}, but must be at least 0")
     require(column.max_length >= 1, f"{at}.max_length is {column.max_length}, but must be at least 1")
     require(bool(column.separator), f"{at}.separator is empty")
     require(
@@ -321,8 +333,9 @@ def _known(values: Mapping[str, Any], known: tuple[str, ...], where: str, prefix
 
 def _typed(values: Mapping[str, Any], key: str, kind: type, where: str, default: Any, prefix: str = "") -> Any:
     value = values.get(key, default)
-    names = {dict: "a table", str: "text", bool: "true or false"}
-    require(isinstance(value, kind), f"{where}: {prefix}{key} is {value!r}, but must be {names[kind]}")
+    names = {dict: "a table", str: "text", bool: "true or false", int: "a whole number"}
+    good = isinstance(value, kind) and isinstance(value, bool) <= (kind is bool)  # Python's bool is an int.
+    require(good, f"{where}: {prefix}{key} is {value!r}, but must be {names[kind]}")
     return value
 
 

@@ -43,12 +43,14 @@ class Format:
       names: Of the columns; None: the first line has them. Where a first line repeats them, it is passed over.
       encoding: Of the text.
       quoted: Whether a field may be in double quotes; not with a delimiter of two bytes.
+      optional: How many of a row's last fields may be absent, and are then empty; not where fields may be quoted.
     """
 
     delimiter: str = ","
     names: tuple[str, ...] | None = None
     encoding: str = "utf-8"
     quoted: bool = True
+    optional: int = 0
 
     def __post_init__(self):
         single = len(self.delimiter.encode()) == 1 and self.delimiter not in '\r\n"\0'
@@ -57,6 +59,10 @@ class Format:
             f"the delimiter is {self.delimiter!r}, but must be an ASCII character (no quote, no line end) or ::",
         )
         require(single or not self.quoted, "with the delimiter :: no field can be quoted")
+        require(
+            self.optional == 0 or not self.quoted,
+            f"optional_fields is {self.optional}, but must be 0 where fields may be quoted",
+        )
         try:
             "".encode(self.encoding)  # Python has codecs that are not of text, and one that refuses all.
         except (LookupError, ValueError):
@@ -210,7 +216,7 @@ def _quotes(text: bytes) -> np.ndarray:
 
 def _are_proper(text: bytes, quotes: np.ndarray, form: Format, *, whole: bool) -> bool:
     """Whether all rows are well formed but for their number of fields: then parity says what is quoted."""
-    if text.count(b"\r") != text.count(b"\r\n"):
+    if b"\r" in text and text.count(b"\r") != text.count(b"\r\n"):
         return False
     if not len(quotes):
         return True
@@ -267,7 +273,7 @@ def sift(piece: Piece, form: Format, columns: int) -> tuple[bytes, np.ndarray | 
     unit = _UNIT_SEPARATOR.encode() if len(form.delimiter) > 1 else b""
     quotes = _quotes(text) if form.quoted and b'"' in text else np.empty(0, np.int64)
     # pyarrow takes an empty line for a row whose fields are all empty.
-    empty = columns > 1 and re.search(rb"(?:\A|\n)\r?\n", text) is not None
+    empty = columns > 1 and (text.startswith((b"\n", b"\r\n")) or b"\n\n" in text or b"\n\r\n" in text)
     clean = not empty and not (unit and unit in text)
     if clean and _are_proper(text, quotes, form, whole=True) and _is_utf8(text):
         if unit:

@@ -31,10 +31,12 @@ class BadRows:
       most: How many are allowed: `--max_bad_rows`.
       count: How many there were.
       first: The first few, in words.
+      padded: Well-formed rows that lacked optional fields.
     """
 
     most: int = 0
     count: int = 0
+    padded: int = 0
     first: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, path: Path, line: int, why: str) -> None:
@@ -56,17 +58,21 @@ class Rows(NamedTuple):
     Attributes:
       lines: int64 [n], each row's line in the file, from 1.
       columns: Name -> pyarrow array [n]; of text, an empty field is an empty string; of numbers, it is null.
+      padded: Rows among them that lacked optional fields.
     """
 
     lines: np.ndarray
     columns: dict[str, Any]
+    padded: int = 0
 
     def without(self, bad: np.ndarray) -> Rows:
         """Returns the rows where `bad`, bool [n], is not set."""
         if not bad.any():
             return self
         keep = _import("pyarrow").array(~bad)
-        return Rows(self.lines[~bad], {name: column.filter(keep) for name, column in self.columns.items()})
+        return self._replace(
+            lines=self.lines[~bad], columns={name: column.filter(keep) for name, column in self.columns.items()}
+        )
 
 
 def read(path: Path, bad_rows: BadRows, form: Format, data: IO[bytes] | None = None) -> Iterator[Rows]:
@@ -113,10 +119,10 @@ def parse(
         return Rows(np.empty(0, np.int64), {name: arrow.array([], arrow.string()) for name in wanted}), wrong
     if text.startswith(codecs.BOM_UTF8):
         text = codecs.BOM_UTF8 + text  # pyarrow passes over one wherever a piece begins.
-    refused: list[tuple[int, str]] = []
+    refused: list[tuple[int, int]] = []  # rows, from 1, and how many fields each has
 
     def invalid(row: Any) -> str:
-        refused.append((int(row.number), f"it has {row.actual_columns} fields, but must have {row.expected_columns}"))
+        refused.append((int(row.number), row.actual_columns))
         return "skip"
 
     def parsed(kinds: Mapping[str, Any]) -> Any:
@@ -134,9 +140,13 @@ def parse(
             ),
         )  # fmt: skip
 
-    table = None
+    table, padded = None, 0
     try:
         table = parsed(wanted)
+        short = {number - 1: len(names) - has for number, has in refused if 0 < len(names) - has <= form.optional}
+        if short:
+            text, padded = _padded(text, short, form.byte.encode()), len(short)
+            table = parsed(wanted)
         reals = (c for c in table.columns if arrow.types.is_floating(c.type))
         if not all(compute.all(compute.is_finite(c), min_count=0).as_py() for c in reals):
             table = None
@@ -152,11 +162,20 @@ def parse(
             f"{len(lines)} by another; look for characters there that end lines in other systems"
         )
     kept = np.ones(len(lines), bool)
-    for number, why in refused:
+    must = f"{len(names) - form.optional} to {len(names)}" if form.optional else f"{len(names)}"
+    for number, has in refused:
         kept[number - 1] = False
-        wrong.append((int(lines[number - 1]), why))
+        wrong.append((int(lines[number - 1]), f"it has {has} fields, but must have {must}"))
     columns = {name: table[name].combine_chunks() for name in table.column_names}
-    return Rows(lines[kept], columns), sorted(wrong)
+    return Rows(lines[kept], columns, padded), sorted(wrong)
+
+
+def _padded(text: bytes, short: Mapping[int, int], separator: bytes) -> bytes:
+    """Adds to rows, which are a line each, the empty fields that they lack."""
+    lines = text.split(b"\n")
+    for number, fields in short.items():
+        lines[number] = lines[number].removesuffix(b"\r") + separator * fields
+    return b"\n".join(lines)
 
 
 def numbers(rows: Rows, name: str, dtype: str, *, empty: float | None = None) -> tuple[np.ndarray, dict[int, str]]:
