@@ -11,7 +11,7 @@ from cover import FULL
 from test_resume import assert_same_run, quiet, steps_of
 
 from jaxrec.checks import UserError
-from jaxrec.data import blocks
+from jaxrec.data import block_writer, blocks
 from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.datasets.synthetic import SyntheticData
 from jaxrec.data.pipeline import Batches
@@ -47,9 +47,9 @@ def prepare(data_dir: Path, spoil=lambda columns: None) -> Path:
     spoil(columns)
     schema = source.schema
     facts = blocks.Facts(NAME, "1.0.0", "a test", schema.vocabulary, schema.dense, schema.labels, block_rows=BLOCK_ROWS)
-    splits = {name: blocks.counted(ArrayBlocks(c, BLOCK_ROWS)) for name, c in columns.items()}
+    splits = {name: block_writer.counted(ArrayBlocks(c, BLOCK_ROWS)) for name, c in columns.items()}
     folder = data_dir / f"{NAME}-1.0.0"
-    blocks.prepare(folder, facts, blocks.columns_of(columns["train"]), splits)
+    block_writer.prepare(folder, facts, blocks.columns_of(columns["train"]), splits)
     return folder
 
 
