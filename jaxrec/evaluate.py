@@ -44,12 +44,12 @@ def main() -> int:
     checkpoints = Checkpoints(flag_values.workdir, config.training.keep_last, for_training=False)
     steps = checkpoints.steps
     require(bool(steps), f"--workdir={flag_values.workdir} holds no checkpoint yet")
-    step = flag_values.step
+    step, identity = flag_values.step, setup.identity(config, dataset)
     if step is None:
-        best = checkpoints.progress(steps[-1], config.identity()).best_step
+        best = checkpoints.progress(steps[-1], identity).best_step
         step = best if best in steps else steps[-1]  # Before the first evaluation there is no best.
     require(step in steps, f"--step is {step}, but must be one of the checkpoints: {', '.join(map(str, steps))}")
-    checkpoints.progress(step, config.identity())
+    checkpoints.progress(step, identity)
     state = checkpoints.restore(program, setup.initial_state(program, dense), step)
     metrics = Evaluator(config, dataset, program, state).run(state, flag_values.split) or {}
     finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}

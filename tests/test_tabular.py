@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ from test_encode import assert_prepared
 from test_resume import quiet
 from test_wrong_inputs import assert_one_sentence
 
-from jaxrec import prepare
+from jaxrec import evaluate, prepare
 from jaxrec.checks import UserError
 from jaxrec.configs import catalogue, overrides
 from jaxrec.data import blocks
+from jaxrec.data.datasets import synthetic
 from jaxrec.data.datasets.synthetic import SyntheticData
 from jaxrec.data.datasets.tabular import TabularData
 from jaxrec.data.tabular import schema
@@ -168,3 +170,41 @@ def test_synthetic_rows_on_disk_are_those_that_are_computed(call, tmp_path):
                 np.testing.assert_array_equal(stored.splits[name][i][column], values)
     status, _, err = call(prepare, *flags)
     assert_one_sentence(status, err, "rows-1.0.0 exists already", "--name")
+
+
+def test_a_run_does_not_go_on_with_rows_prepared_anew(call, tmp_path):
+    """Another split of the same table: what is held out now was trained on before."""
+    small = ["--dataset=synthetic", "--name=rows", f"--data_dir={tmp_path}", "--set=train_rows=2000", "--set=tables=2",
+             "--set=validation_rows=300", "--set=test_rows=300"]  # fmt: skip
+    assert call(prepare, *small)[0] == 0
+    config = overrides.apply(
+        catalogue.get("dlrm_tabular"),
+        ["data.table=rows", "model.bottom_mlp=8", "model.top_mlp=8", "training.batch_size=100", "training.steps=3",
+         "training.eval_every=0"],
+    )  # fmt: skip
+    options = dataclasses.replace(quiet(tmp_path / "run"), data_dir=str(tmp_path))
+    assert train(config, options)[1] == 0
+    assert train(overrides.apply(config, ["training.steps=4"]), options)[1] == 0
+    shutil.rmtree(tmp_path / "rows-1.0.0")
+    assert call(prepare, *small, "--set=seed=7")[0] == 0
+    longer = overrides.apply(config, ["training.steps=6"])
+    with pytest.raises(UserError, match="was trained on other rows: its data set has been prepared anew since"):
+        train(longer, options)
+    status, _, err = call(evaluate, f"--workdir={tmp_path / 'run'}", f"--data_dir={tmp_path}", "--compile_cache=off")
+    assert_one_sentence(status, err, "was trained on other rows", "name another --workdir")
+    # The same rows again are as good as the first.
+    shutil.rmtree(tmp_path / "rows-1.0.0")
+    assert call(prepare, *small)[0] == 0
+    assert train(longer, options)[1] == 0
+
+
+def test_training_says_that_it_is_evaluated_late(tmp_path, capsys):
+    synthetic.write(SyntheticData(500, 300, 300, tables=2), "few", str(tmp_path))
+    config = overrides.apply(
+        catalogue.get("dlrm_tabular"),
+        ["data.table=few", "model.bottom_mlp=8", "model.top_mlp=8", "training.batch_size=100", "training.steps=40",
+         "training.eval_every=20"],
+    )  # fmt: skip
+    options = dataclasses.replace(quiet(tmp_path / "run"), data_dir=str(tmp_path), quiet=False)
+    train(config, options)
+    assert "epochs      8.0 in 40 steps, 4.0 of them before the first evaluation" in capsys.readouterr().err

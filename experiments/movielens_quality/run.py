@@ -120,7 +120,7 @@ def _best_test_logits(config: Config, workdir: str, data_dir: str) -> np.ndarray
     dataset = config.data.open(data_dir)
     program, dense = setup.build_program(config, dataset)
     checkpoints = Checkpoints(workdir, config.training.keep_last, for_training=False)
-    best = checkpoints.progress(checkpoints.steps[-1], config.identity()).best_step
+    best = checkpoints.progress(checkpoints.steps[-1], setup.identity(config, dataset)).best_step
     state = checkpoints.restore(program, setup.initial_state(program, dense), best)
     parts = list(Evaluator(config, dataset, program, state).predictions(state, "test"))
     checkpoints.close()

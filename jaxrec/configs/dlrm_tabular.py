@@ -27,5 +27,5 @@ def config() -> Config:
         embedding=EmbeddingConfig(dim=16, init_scale=0.01, optimizer=SparseOptimizerConfig(learning_rate=0.05)),
         optimizer=DenseOptimizerConfig(name="adam", learning_rate=1e-3),
         schedule=ScheduleConfig(name="constant", warmup_steps=100),
-        training=TrainingConfig(steps=5000, batch_size=512, eval_every=250, checkpoint_every=1000, patience=4),
+        training=TrainingConfig(steps=5000, batch_size=512, eval_every=50, checkpoint_every=1000, patience=6),
     )

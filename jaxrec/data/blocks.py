@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -81,12 +82,13 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """An opened folder."""
+    """An opened folder; `digest` is of all that its rows and timelines hold."""
 
     facts: Facts
     columns: Mapping[str, Column]
     splits: Mapping[str, FileBlocks]
     timelines: Timelines | None
+    digest: str
 
 
 def columns_of(block: Block) -> dict[str, Column]:
@@ -238,11 +240,14 @@ def read(folder: Path) -> Prepared:
             name: FileBlocks(folder, columns, split, facts.block_rows) for name, split in manifest["splits"].items()
         }
         timelines = _read_timelines(folder, manifest["timelines"], facts)
+        of_rows = [[name, split["sha256"]] for name, split in sorted(manifest["splits"].items())]
+        of_events = manifest["timelines"] and manifest["timelines"]["events"]["sha256"]
+        digest = hashlib.sha256(json.dumps([of_rows, of_events, manifest["facts"]["vocabulary"]]).encode()).hexdigest()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _broken(path, "is not a manifest that jaxrec wrote") from error
     if folder.name != f"{facts.name}-{facts.version}":
         raise _broken(path, f"is of data set {facts.name}-{facts.version}, not {folder.name}")
-    return Prepared(facts, columns, splits, timelines)
+    return Prepared(facts, columns, splits, timelines, digest)
 
 
 def _read_timelines(folder: Path, entry: Mapping[str, Any] | None, facts: Facts) -> Timelines | None:

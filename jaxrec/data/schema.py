@@ -158,6 +158,7 @@ class Dataset:
       timelines: The users' events, where the schema has `history` features.
       best_ne: For planted data, split -> the NE of the planted probabilities on that split's rows, where it is known.
       unseen: Of held-out splits, feature -> ids that training has no row for.
+      digest: Of rows that are stored; empty where they follow from the config.
     """
 
     name: str
@@ -166,6 +167,7 @@ class Dataset:
     timelines: Timelines | None = None
     best_ne: Callable[[str], float | None] | None = None
     unseen: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    digest: str = ""
 
 
 class DataConfig(Protocol):

@@ -191,6 +191,11 @@ class Checkpoints:
             progress = Progress(**{**stored, "window": tuple(stored["window"])})
         except Exception as e:
             raise self._unreadable(step, e) from e
+        require(
+            identity.get("rows") == metadata["identity"].get("rows"),
+            f"checkpoint {self._folder}/{step} was trained on other rows: its data set has been prepared anew since; "
+            "name another --workdir, or the --data_dir that has those rows",
+        )
         changed = differences(identity, metadata["identity"])
         require(
             not changed,

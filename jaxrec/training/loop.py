@@ -119,6 +119,12 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             say(
                 f"unseen      {split}: {sum(unseen.values()):,} ids that training has no row for{most and f' ({most})'}"
             )
+        steps, first = config.training.steps, config.training.eval_every or config.training.steps
+        if min(first, steps) > 2 * len(batches):
+            say(
+                f"epochs      {steps / len(batches):.1f} in {steps:,} steps, {first / len(batches):.1f} of them before "
+                "the first evaluation, when a model may have overfitted; lower --eval_every"
+            )
         for line in _description(config, program):
             say(line)
         with clock.phase("restore"):
@@ -131,7 +137,7 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
             )
             if checkpoints.steps:
                 restored = checkpoints.steps[-1]
-                progress = checkpoints.progress(restored, config.identity())
+                progress = checkpoints.progress(restored, setup.identity(config, dataset))
                 state = checkpoints.restore(program, state, restored)
                 checkpoints.delete_old(progress.best_step)
                 over = restored >= config.training.steps or progress.out_of_patience(config.training.patience)
@@ -159,7 +165,10 @@ def train(config: Config, options: Options, clock: PhaseClock | None = None) -> 
         if processes.is_first():
             writer = MetricWriter(options.workdir, start if used else -1, progress.evaluated_step)
             stack.callback(writer.close)
-        run = _Run(config, options, program, step_program, evaluator, checkpoints, writer, batches, stop, clock, say)
+        identity = setup.identity(config, dataset)
+        run = _Run(
+            config, identity, options, program, step_program, evaluator, checkpoints, writer, batches, stop, clock, say
+        )
         state, progress, statistics = run.loop(state, window, progress, start, compiles)
         summary = None if stop.signal else _summary(run, dataset, state, progress, statistics)
         if summary is None:
@@ -177,6 +186,7 @@ class _Run:
     """What the loop needs and does not change."""
 
     config: Config
+    identity: dict[str, Any]
     options: Options
     program: Program
     step_program: Any
@@ -319,7 +329,7 @@ class _Run:
     def _save(self, state: TrainState, window: Window, progress: Progress) -> int:
         progress.batches = int(state.step)
         progress.window = tuple(float(x) for x in jax.device_get(window))
-        return self.checkpoints.save(self.program, state, progress, self.config.identity())
+        return self.checkpoints.save(self.program, state, progress, self.identity)
 
     def _raise_if_refused(self, state: TrainState, window: Window, progress: Progress) -> None:
         """Waits for the device; raises StepRefused, once the state is saved, where a step has failed."""

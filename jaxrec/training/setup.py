@@ -71,6 +71,11 @@ def build_program(
     return program, dense
 
 
+def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
+    """Returns what a checkpoint must share with the run that restores it: the config's identity and the stored rows."""
+    return {**config.identity(), **({"rows": dataset.digest} if dataset.digest else {})}
+
+
 def training_batches(config: Config, dataset: Dataset) -> Batches:
     """Returns the batches to train on: of each, the rows that this process's devices take.
 

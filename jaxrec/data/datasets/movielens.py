@@ -93,7 +93,9 @@ class MovielensData:
                 ),
             ]
         schema = Schema(tuple(features), facts.vocabulary, facts.dense, facts.labels, facts.auxiliary)
-        return Dataset(facts.name, schema, prepared.splits, prepared.timelines, unseen=facts.unseen)
+        return Dataset(
+            facts.name, schema, prepared.splits, prepared.timelines, unseen=facts.unseen, digest=prepared.digest
+        )
 
 
 class Ratings(NamedTuple):

@@ -55,7 +55,9 @@ class TabularData:
             f"data.table is {self.table!r}, but {folder} says nothing of its features; use the config made for it",
         )
         schema = Schema(facts.features, facts.vocabulary, facts.dense, facts.labels, facts.auxiliary)
-        return Dataset(facts.name, schema, prepared.splits, prepared.timelines, facts.best_ne.get, facts.unseen)
+        return Dataset(
+            facts.name, schema, prepared.splits, prepared.timelines, facts.best_ne.get, facts.unseen, prepared.digest
+        )
 
 
 def folder_of(data_dir: str, name: str) -> Path:

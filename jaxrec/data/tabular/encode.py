@@ -184,9 +184,10 @@ class _Encoder:
         self.rows = np.sum(self._rows_of_part or [np.zeros(len(SPLITS), int)], axis=0).tolist()
         splits.check(self.rows, self.schema.split, f"data set {self.schema.name}")
         for c, positive in zip(self.schema.of("label"), label_sums.tolist(), strict=True):
+            which = "" if c.positive is None else f" (its text is {c.positive!r} in all or none)"
             require(
                 0 < positive < self.rows[splits.TRAIN],
-                f"data set {self.schema.name}: label {c.name} is {int(positive > 0)} in all "
+                f"data set {self.schema.name}: label {c.name} is {int(positive > 0)}{which} in all "
                 f"{self.rows[splits.TRAIN]:,} training rows: there is nothing to learn; choose another split or label",
             )
         for table, columns in self.schema.tables.items():

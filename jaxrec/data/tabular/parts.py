@@ -63,7 +63,7 @@ def make(
     """
     tqdm = import_package("tqdm", "preparing data needs the package tqdm", "tqdm").tqdm
     parts: list[Made] = []
-    rows_in = 0
+    rows_in = taken_up = 0
     total = sum(f.bytes for f in files)
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(
@@ -83,20 +83,22 @@ def make(
                     number, task = numbered
                     path = folder / f"part-{f:04d}-{number:06d}.npz"
                     identity = [task.start, task.size]
-                    about = _about(path)
+                    about, kept = _about(path), True
                     if about is None or about["of"] != identity:
                         wanted = types or {c.name: None for c in schema.columns if c.use != ("ignore",)}
                         parsed = task.parse(wanted)
                         part, wrong = convert(parsed, schema)
                         about = {"of": identity, "rows": part.rows, "wrong": wrong, "padded": parsed.rows.padded}
                         _save(path, part, about)
-                    return Made(path, f, about["rows"]), about, task.start + task.size
+                        kept = False
+                    return Made(path, f, about["rows"]), {**about, "kept": kept}, task.start + task.size
 
                 of_file = 0
                 for part, about, position in in_threads(made, enumerate(tasks), threads):
                     for line, why in about["wrong"]:
                         bad_rows.add(file.path, line, why)
                     rows_in += part.rows + len(about["wrong"])
+                    taken_up += about["kept"]
                     bad_rows.padded += about["padded"]
                     if part.rows:
                         parts.append(part)
@@ -106,6 +108,8 @@ def make(
                     of_file = position
             begun += file.bytes
             bar.update(begun - bar.n)
+    if taken_up:
+        print(f"{schema.name}: {taken_up} parts were there from an interrupted preparation", file=sys.stderr)
     return parts, rows_in
 
 

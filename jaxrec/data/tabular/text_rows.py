@@ -117,7 +117,11 @@ def opened(
             require(any(first), f"{path}: its first line is {head[:40]!r}, but must be the columns' names")
             names = tuple(first)
             twice = [name for name in names if names.count(name) > 1]
-            require(not twice, f"{path}: its first line names column {(twice or [''])[0]!r} twice")
+            require(
+                not twice,
+                f"{path}: its first line names column {(twice or [''])[0]!r} twice; if it is a row, give the "
+                "columns' names in files.names of the schema",
+            )
         has_header = first == list(names)
         skipped += len(head) + len(end) if has_header else 0
         yield names, _cut(path, form, file, begin[skipped:], skipped, 2 if has_header else 1)
