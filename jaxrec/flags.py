@@ -80,10 +80,16 @@ def define_evaluate() -> None:
 
 def define_profile() -> None:
     """Flags of `jaxrec.profile`."""
-    flags.DEFINE_string("stages", "input", "What is timed: input (read, decode, shuffle, batch, transfer, together).")
+    flags.DEFINE_string(
+        "stages",
+        "input",
+        "What is timed: input (read, decode, shuffle, batch, transfer, together), step (its regions, a verdict; needs "
+        "--workdir), all.",
+    )
     flags.DEFINE_integer("threads", 2, "Of the pipeline, where its stages run together.")
     flags.DEFINE_integer("samples", 5, "Of each stage.")
     flags.DEFINE_float("seconds", 1.0, "Of a sample, at least.")
+    flags.DEFINE_integer("traced_steps", 5, "Steps that are traced for the regions.")
     define_train()
 
 

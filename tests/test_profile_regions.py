@@ -156,6 +156,7 @@ def test_places():
     # The root's region, though half of it is the loss's backward pass.
     assert (found["spanning"].region, found["spanning"].backward) == ("gradient_sum", False)
     assert found["spanning"].spans == ("loss", "gradient_sum") and found["relu"].spans == ("top_mlp",)
+    assert found["spanning"].foreign == 0.5 and found["relu"].foreign == 0
     # A parameter that is called like a region gives it to nobody.
     assert found["lonely"].region == OTHER
     assert places.present() == ("embedding_lookup", "top_mlp", "gradient_sum", "embedding_update")
@@ -191,7 +192,9 @@ def test_planted_times_come_out():
     assert sum(sum(r.samples) for d in regions.devices.values() for r in d.values()) == pytest.approx(total * 5 * 3)
     assert regions.mapped_share == pytest.approx(1 - 5 / total)
     assert list(regions.other_ms) == ["lonely", "renamed"] and list(regions.unknown_ms) == ["renamed"]
-    assert regions.spanning_share == pytest.approx(20 / total) and regions.inferred_share == pytest.approx(3 / total)
+    assert regions.spanning_share == pytest.approx(20 / total)
+    assert regions.foreign_share == pytest.approx(10 / total)
+    assert regions.inferred_share == pytest.approx(3 / total)
 
 
 def test_a_trace_of_another_program_is_an_error():

@@ -2,10 +2,11 @@
 
 Counted per instruction as it runs, so a fusion reads its operands and writes its result once:
 
-- FLOPs: 2 M N K of a matrix product, 1 for each element of element-wise arithmetic, 1 for each element that is reduced.
-- Bytes: operands read and result written. Of an operand that is only sliced or gathered from, what is taken; of an
-  array that is scattered into or updated in place, twice what is changed. Rows taken or changed by index are counted
-  apart (`random_bytes`): memory serves them more slowly than it copies.
+- FLOPs: 2 M N K of a matrix product; 1 for each element of element-wise work, comparisons and bits included (as the
+  compiler counts), and for each element that is reduced.
+- Bytes: operands read and result written. Of an operand that is sliced or gathered from, what is taken, where the
+  compiler counts the whole; of an array that is scattered into or updated in place, twice what is changed. Rows taken
+  or changed by index are counted apart (`random_bytes`): memory serves them more slowly than it copies.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_PARAMETER = re.compile(r" parameter\((\d+)\)")
 _ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
 
 # Neither computes nor moves anything.
@@ -37,11 +39,14 @@ FREE = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier",
 })  # fmt: skip
-_ARITHMETIC = frozenset({
+_ELEMENTWISE = frozenset({
     "add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "remainder", "negate", "abs", "exponential",
     "exponential-minus-one", "log", "log-plus-one", "logistic", "tanh", "sqrt", "rsqrt", "cbrt", "sine", "cosine",
-    "erf",
+    "erf", "and", "or", "xor", "not", "shift-left", "shift-right-logical", "shift-right-arithmetic", "compare",
+    "select", "clamp", "floor", "ceil", "round-nearest-even", "sign", "is-finite", "atan2", "popcnt",
 })  # fmt: skip
+# Each element of the result needs the same element of each operand, or one element of it.
+_ALIKE = frozenset({"bitcast", "reshape", "transpose", "copy", "convert", "reverse", "bitcast-convert", "tuple"})
 _TAKES = frozenset({"gather", "dynamic-slice", "slice"})
 _CHANGES = frozenset({"scatter", "dynamic-update-slice"})
 
@@ -86,7 +91,7 @@ class Work(NamedTuple):
 
     Attributes:
       product_flops: Of matrix products.
-      other_flops: Of element-wise arithmetic and reductions.
+      other_flops: Of element-wise work and reductions.
       stream_bytes: Read and written in order.
       random_bytes: Read and written by index.
     """
@@ -141,9 +146,6 @@ class Module:
                 current[match["name"]] = _instruction(line, match)
         if not self.entry:
             raise ValueError(f"the text of {self.name} has no ENTRY computation")
-        self._fused = {
-            c for body in self.computations.values() for i in body.values() if i.opcode == "fusion" for c in i.called
-        }
 
     @functools.cached_property
     def instructions(self) -> dict[str, Instruction]:
@@ -212,65 +214,87 @@ class Module:
         if i.opcode in FREE or i.opcode in ("while", "call", "conditional", "async-start"):
             return Work()
         home = self.computations[self._home[name]]
-        product = other = 0.0
         if i.opcode == "fusion":
-            for called in i.called:
-                flops = self._flops(called)
-                product, other = product + flops[0], other + flops[1]
-            streamed, random = self._fusion_bytes(i, home)
-        else:
-            product, other = _flops(i, home)
-            streamed, random = _bytes(i, home)
-        return Work(product, other, streamed, random)
+            body = self.computations.get(i.called[0], {}) if i.called else {}
+            return self._fusion_work(i, body, home)
+        return Work(*_flops(i, home), *_bytes(i, home))
 
-    def _flops(self, computation: str) -> tuple[float, float]:
-        body = self.computations.get(computation, {})
-        product = other = 0.0
+    def _fusion_work(self, fusion: Instruction, body: dict[str, Instruction], home: dict[str, Instruction]) -> Work:
+        streamed, random = _demands(body)
+        work = Work()
         for i in body.values():
-            pairs = [self._flops(c) for c in i.called] if i.opcode == "fusion" else [_flops(i, body)]
-            product, other = product + sum(p for p, _ in pairs), other + sum(o for _, o in pairs)
-        return product, other
-
-    def _fusion_bytes(self, fusion: Instruction, home: dict[str, Instruction]) -> tuple[float, float]:
-        computation = fusion.called[0] if fusion.called else ""
-        body = self.computations.get(computation, {})
-        parameters = {
-            int(match[1]): i
-            for i in body.values()
-            if i.opcode == "parameter" and (match := re.search(r" parameter\((\d+)\)", i.text))
-        }
-        streamed = random = 0.0
-        in_place: set[str] = set()
-        for n, operand in enumerate(fusion.operands):
-            whole = float(home[operand].result_bytes) if operand in home else 0.0
-            uses = self._uses(computation, parameters[n].name) if n in parameters else []
-            if uses and all(u.opcode in _TAKES and at == 0 for u, at in uses):
-                for u, _ in uses:
-                    if u.opcode == "gather":
-                        random += u.result_bytes
-                    else:
-                        streamed += u.result_bytes
-            elif uses and all(u.opcode in _CHANGES and at == 0 for u, at in uses):
-                for u, _ in uses:
-                    in_place.add(u.name)
-                    changed = _changed_bytes(u, body)
-                    random += changed if u.opcode == "scatter" else 0.0
-                    streamed += 0.0 if u.opcode == "scatter" else changed
+            if i.opcode == "fusion":
+                inner = self._fusion_work(i, self.computations.get(i.called[0], {}), body)
+                work = work.plus(Work(inner.product_flops, inner.other_flops))
+            elif i.opcode in _ELEMENTWISE:
+                work = work.plus(Work(other_flops=streamed.get(i.name, 0.0)))
             else:
-                streamed += whole
-        if not in_place:
-            streamed += fusion.result_bytes
-        return streamed, random
+                work = work.plus(Work(*_flops(i, body)))
+        for i in body.values():
+            number = _PARAMETER.search(i.text) if i.opcode == "parameter" else None
+            # A fusion inside a tuple's parts reads whole tuples: what is not an array has no bytes here.
+            if number and int(number[1]) < len(fusion.operands) and fusion.operands[int(number[1])] in home:
+                item = i.result_bytes / max(i.elements, 1)
+                work = work.plus(Work(0, 0, item * streamed.get(i.name, 0.0), item * random.get(i.name, 0.0)))
+        roots = [i for i in body.values() if i.root]
+        if roots and roots[0].opcode == "tuple":
+            roots = [body[o] for o in roots[0].operands if o in body]
+        written = sum(i.result_bytes for i in roots if not _in_place(i, body))
+        return work.plus(Work(stream_bytes=written))
 
-    def _uses(self, computation: str, name: str) -> list[tuple[Instruction, int]]:
-        """Who reads a value, and as which operand, seen through what changes nothing."""
-        found = []
-        for user in self._users[computation].get(name, []):
-            if user.opcode in ("bitcast", "copy") and not user.root:
-                found += self._uses(computation, user.name)
+
+def _in_place(i: Instruction, body: dict[str, Instruction]) -> bool:
+    """Whether an instruction of a fusion changes one of the fusion's operands, and writes nothing else."""
+    while i.opcode == "bitcast" and i.operands[0] in body:
+        i = body[i.operands[0]]
+    if i.opcode not in _CHANGES:
+        return False
+    changed = body.get(i.operands[0])
+    while changed is not None and changed.opcode == "bitcast":
+        changed = body.get(changed.operands[0])
+    return changed is not None and changed.opcode == "parameter"
+
+
+def _demands(body: dict[str, Instruction]) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns, for the instructions of a fusion, how many elements of each are needed in order, and by index.
+
+    A fusion computes no more than what its root needs: of an array that is scaled and then sliced, it reads the slice.
+    """
+    streamed: dict[str, float] = {}
+    random: dict[str, float] = {}
+
+    def need(name: str, elements: float) -> None:
+        if name in body:
+            streamed[name] = min(streamed.get(name, 0.0) + elements, float(body[name].elements))
+
+    for i in reversed(body.values()):
+        if i.root:
+            streamed[i.name] = float(i.elements)
+        wanted, by_index = streamed.get(i.name, 0.0), random.get(i.name, 0.0)
+        if not (wanted or by_index) or not i.operands:
+            continue
+        first, *others = i.operands
+        if i.opcode == "bitcast":
+            random[first] = random.get(first, 0.0) + by_index
+        if i.opcode in _ALIKE or i.opcode in _ELEMENTWISE:
+            for operand in i.operands:
+                need(operand, wanted)
+            continue
+        for operand in others:
+            need(operand, float(body[operand].elements) if operand in body else 0.0)
+        if i.opcode == "gather":
+            random[first] = random.get(first, 0.0) + wanted
+        elif i.opcode in _TAKES:
+            need(first, wanted)
+        elif i.opcode in _CHANGES and _in_place(i, body):
+            changed = 2.0 * body[i.operands[2 if i.opcode == "scatter" else 1]].elements
+            if i.opcode == "scatter":
+                random[first] = random.get(first, 0.0) + changed
             else:
-                found += [(user, at) for at, operand in enumerate(user.operands) if operand == name]
-        return found
+                need(first, changed)
+        else:
+            need(first, float(body[first].elements) if first in body else 0.0)
+    return streamed, random
 
 
 def _instruction(line: str, match: re.Match[str]) -> Instruction:
@@ -301,7 +325,7 @@ def _flops(i: Instruction, body: dict[str, Instruction]) -> tuple[float, float]:
         dims = body[i.operands[0]].shapes[0][1]
         depth = math.prod(dims[int(d)] for d in contracted[1].replace('"', "").split(",") if d)
         return 2.0 * math.prod(i.shapes[0][1]) * depth, 0.0
-    if i.opcode in _ARITHMETIC:
+    if i.opcode in _ELEMENTWISE:
         return 0.0, float(i.elements)
     if i.opcode in ("reduce", "reduce-window") and i.operands and i.operands[0] in body:
         return 0.0, float(body[i.operands[0]].elements)

@@ -44,12 +44,14 @@ class Place:
       backward: Whether it is of the backward pass.
       inferred: Whether a neighbour's region is taken for its own.
       spans: The regions that its parts name, in the order of `REGIONS`.
+      foreign: Of the elements that its parts compute, the share of those that name another region.
     """
 
     region: str
     backward: bool
     inferred: bool = False
     spans: tuple[str, ...] = ()
+    foreign: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Regions:
       other_ms: As `op_ms`, of the operations without a region, the longest first.
       inferred_share: Of the operations' time, that whose region is a neighbour's.
       spanning_share: Of the operations' time, that of fusions whose parts name several regions.
+      foreign_share: Of the operations' time, an estimate of what is counted for the wrong region because fusions
+        span: the time of such a fusion times the share of its elements that another region names.
       collective_share: Of the operations' time, that of collectives, waits for other devices included.
       unknown_ms: As `op_ms`, of events whose name the program does not have.
       total_ms: Mean thread time of all operations, a step and device.
@@ -92,6 +96,7 @@ class Regions:
     other_ms: Mapping[str, float]
     inferred_share: float
     spanning_share: float
+    foreign_share: float
     collective_share: float
     unknown_ms: Mapping[str, float]
     total_ms: float
@@ -152,10 +157,11 @@ class Places:
     def _place(self, name: str) -> Place:
         if name not in self._known:
             i = self._module.instructions[name]
-            spans = self._spans(i)
+            elements = self._elements(i)
             own = self._own(i)
             if own is not None:
-                self._known[name] = Place(*own, spans=spans)
+                foreign = 1 - elements.get(own[0], 0) / sum(elements.values()) if elements else 0.0
+                self._known[name] = Place(*own, spans=tuple(elements), foreign=foreign)
             else:
                 found = self._neighbour(i)
                 self._known[name] = Place(*(found or (OTHER, False)), inferred=found is not None)
@@ -174,12 +180,13 @@ class Places:
                     weights[found] = weights.get(found, 0) + part.result_bytes
         return max(weights, key=weights.__getitem__) if weights else None
 
-    def _spans(self, i: Instruction) -> tuple[str, ...]:
-        if i.opcode != "fusion":
-            return ()
-        parts = (p for p in self._module.inside(i) if p.opcode not in FREE)
-        found = {place[0] for p in parts if (place := region_of(p.op_name, self._regions)) is not None}
-        return tuple(r for r in self._regions if r in found)
+    def _elements(self, i: Instruction) -> dict[str, int]:
+        """Returns, in the list's order, region -> elements of the results of a fusion's parts that name it."""
+        found: dict[str, int] = {}
+        for part in self._module.inside(i) if i.opcode == "fusion" else ():
+            if part.opcode not in FREE and (place := region_of(part.op_name, self._regions)) is not None:
+                found[place[0]] = found.get(place[0], 0) + part.elements
+        return {region: found[region] for region in self._regions if region in found}
 
     def _neighbour(self, i: Instruction) -> tuple[str, bool] | None:
         """By rule 3, through chains of instructions without a name of their own."""
@@ -246,6 +253,7 @@ def join(module: Module, times: OpTimes, regions: tuple[str, ...] = REGIONS, *, 
         other_ms=longest([*unknown, *(op for op in known if places[op].region == OTHER)]),
         inferred_share=share(op for op in known if places[op].inferred),
         spanning_share=share(op for op in known if len(places[op].spans) > 1),
+        foreign_share=sum(op_ms[op] * places[op].foreign for op in known) / total if total else 0.0,
         collective_share=share(op for op in known if is_collective(module.instructions[op])),
         unknown_ms=longest(unknown),
         total_ms=total,

@@ -1,0 +1,127 @@
+"""The ceilings of the devices that JAX sees, measured with JAX: what no program of these operations can exceed.
+
+Each rate is the best of a few samples, all of which are kept: a ceiling is what the machine can do undisturbed. On a
+CPU it is of all cores that XLA uses, together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrec.precision import Policy
+
+# Larger than any cache; a table of this size and a batch of ids fit every device.
+BYTES = 256 << 20
+LOOKUPS = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """Of one device.
+
+    Attributes:
+      device: What JAX calls it.
+      copy: Bytes per second read and written in order.
+      random: Bytes per second of rows read by random ids; that they are written, too, in order, is not counted.
+      row_bytes: Of such a row.
+      products: FLOPs per second of square matrix products in the step's precision.
+      precision: Which that is.
+      elementwise: Element-wise multiplications and additions per second, in float32.
+      samples: Every sample of each rate.
+    """
+
+    device: str
+    copy: float
+    random: float
+    row_bytes: int
+    products: float
+    precision: str
+    elementwise: float
+    samples: dict[str, list[float]]
+
+
+def measure(policy: Policy, row_bytes: int, *, samples: int = 5, size: int = BYTES) -> Ceilings:
+    """Measures the ceilings of the default device; takes a few seconds.
+
+    Args:
+      policy: Its compute type and way of multiplying are measured.
+      row_bytes: Of an embedding row.
+      samples: Of each rate, after one that warms up.
+      size: Bytes of the arrays that are copied and looked up.
+    """
+    device = jax.devices()[0]
+    columns = max(row_bytes // 4, 1)
+    rates = {
+        "copy": _copy(size, samples),
+        "random": _random(size, columns, samples),
+        "products": _products(policy, samples, device.platform),
+        "elementwise": _elementwise(samples),
+    }
+    kind = policy.matmul if policy.compute == jnp.float32 and device.platform == "gpu" else policy.compute.name
+    best = {name: max(values) for name, values in rates.items()}
+    return Ceilings(device.device_kind, row_bytes=4 * columns, precision=kind, samples=rates, **best)
+
+
+def _rates(work: float, once: Callable[[], Any], samples: int) -> list[float]:
+    jax.block_until_ready(once())
+    rates = []
+    for _ in range(samples):
+        begin = time.perf_counter()
+        jax.block_until_ready(once())
+        rates.append(work / (time.perf_counter() - begin))
+    return rates
+
+
+def _copy(size: int, samples: int) -> list[float]:
+    # In place: fresh memory would be cleared by the system first, which is no copy.
+    step = jax.jit(lambda x: x + 1.0, donate_argnums=0)
+    held = [jnp.zeros(size // 4, jnp.float32)]
+
+    def once() -> jax.Array:
+        held[0] = step(held[0])
+        return held[0]
+
+    return _rates(2.0 * size, once, samples)
+
+
+def _random(size: int, columns: int, samples: int) -> list[float]:
+    rows = size // (4 * columns)
+    table = jnp.zeros((rows, columns), jnp.float32)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, rows, LOOKUPS, np.int32))
+    take = jax.jit(lambda table, ids: table.at[ids].get(mode="promise_in_bounds"))
+    return _rates(4.0 * columns * LOOKUPS, lambda: take(table, ids), samples)
+
+
+def _products(policy: Policy, samples: int, platform: str) -> list[float]:
+    multiply = jax.jit(functools.partial(jnp.dot, precision=policy.product, preferred_element_type=policy.accumulate))
+    width = 512
+    while True:
+        x = jnp.full((width, width), 0.5, policy.compute)
+        rates = _rates(2.0 * width**3, lambda x=x: multiply(x, x), 1)
+        # Long enough that starting it does not count.
+        if 2.0 * width**3 / rates[0] > 0.05 or width >= (16384 if platform == "gpu" else 4096):
+            return _rates(2.0 * width**3, lambda x=x: multiply(x, x), samples)
+        width *= 2
+
+
+def _elementwise(samples: int) -> list[float]:
+    length, chains, links = 1 << 22, 4, 64
+
+    def polynomials(x: jax.Array) -> jax.Array:
+        # A chain alone would wait for each of its links.
+        values = [x + float(k) for k in range(chains)]
+        for _ in range(links):
+            values = [y * x + 0.5 for y in values]
+        return sum(values[1:], values[0])
+
+    run = jax.jit(polynomials)
+    x = jnp.full(length, 0.25, jnp.float32)
+    return _rates(2.0 * chains * links * length, lambda: run(x), samples)
