@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,10 @@ def _step(config: Config, dataset: Dataset) -> None:
     )
     for line in _report(profile):
         print(line)
-    found = {"config": config.as_dict(), "environment": environment.describe(), **profile.as_dict()}
+    found = {
+        "config": config.as_dict(), "environment": environment.describe(), "load_average": os.getloadavg(),
+        **profile.as_dict(),
+    }  # fmt: skip
     workdir.write_json(Path(values.workdir) / FILE, found)
     print(f"written     {FILE} and {profile.trace} in the workdir")
 
@@ -118,7 +122,7 @@ def _report(profile: StepProfile) -> list[str]:
     regions, facts, ceilings = profile.regions, profile.program, profile.ceilings
     lines = [
         f"{'region':<17} {'forward ms':>10} {'backward ms':>11} {'share':>6}  {'spread':>19}  {'wall ms':>8} "
-        f"{'bound ms':>8} {'of bound':>8}  limited by"
+        f"{'bound ms':>8} {'attained':>8}  limited by"
     ]
     for name, of_region in regions.mean().items():
         samples, bound = of_region.samples, profile.bounds[name]
@@ -146,10 +150,11 @@ def _report(profile: StepProfile) -> list[str]:
         lines.append(f"differs     {facts.difference}")
     memory = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in facts.memory.items())
     lines.append(f"memory      MiB: {memory}")
-    for c in facts.collectives:
+    for op, devices in sorted({(c.op, c.devices) for c in facts.collectives}):
+        alike = [c for c in facts.collectives if (c.op, c.devices) == (op, devices)]
         lines.append(
-            f"collective  {c.op} over {c.devices} devices, {c.result_bytes:,} bytes of result, "
-            f"{c.received_bytes:,.0f} received"
+            f"collective  {len(alike)} {op} over {devices} devices: {sum(c.result_bytes for c in alike):,} bytes of "
+            f"results, {sum(c.received_bytes for c in alike):,.0f} received"
         )
     if facts.not_aliased:
         copied = {name: size / 2**20 for name, size in facts.not_aliased.items()}

@@ -98,7 +98,7 @@ def test_the_command(command, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--stages=step"], "--stages is 'step', but must be input: the other stages are not built yet"),
+        (["--stages=none"], "--stages is 'none', but must be one of: input, step, all"),
         (["--samples=0"], "--samples is 0, but must be at least 1"),
         (["--seconds=0"], "--seconds is 0.0, but must be greater than 0"),
         (["--threads=-1"], "--threads is -1, but must be at least 1"),

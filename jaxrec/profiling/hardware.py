@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,10 @@ import numpy as np
 
 from jaxrec.precision import Policy
 
-# Larger than any cache; a table of this size and a batch of ids fit every device.
+# Larger than most caches; a table of this size fits every device.
 BYTES = 256 << 20
-LOOKUPS = 1 << 18
+# Of rows that are looked up at a time. Larger results would come from the system as pages to be cleared first.
+TAKEN_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Ceilings:
     Attributes:
       device: What JAX calls it.
       copy: Bytes per second read and written in order.
-      random: Bytes per second of rows read by random ids; that they are written, too, in order, is not counted.
+      random: Bytes per second of rows read by uniformly random ids from a table of the step's size, by XLA's gather;
+        that they are written, too, in order, is not counted. Skewed ids can be served faster, by caches.
       row_bytes: Of such a row.
       products: FLOPs per second of square matrix products in the step's precision.
       precision: Which that is.
@@ -48,20 +51,21 @@ class Ceilings:
     samples: dict[str, list[float]]
 
 
-def measure(policy: Policy, row_bytes: int, *, samples: int = 5, size: int = BYTES) -> Ceilings:
+def measure(policy: Policy, row_bytes: int, table_bytes: int, *, samples: int = 5, size: int = BYTES) -> Ceilings:
     """Measures the ceilings of the default device; takes a few seconds.
 
     Args:
       policy: Its compute type and way of multiplying are measured.
       row_bytes: Of an embedding row.
+      table_bytes: Of the largest table, which decides what the caches hold; beyond `size` it makes no difference.
       samples: Of each rate, after one that warms up.
-      size: Bytes of the arrays that are copied and looked up.
+      size: Bytes of the array that is copied, and of the table that is looked up at most.
     """
     device = jax.devices()[0]
     columns = max(row_bytes // 4, 1)
     rates = {
         "copy": _copy(size, samples),
-        "random": _random(size, columns, samples),
+        "random": _random(max(min(table_bytes, size), 4 * columns), columns, samples),
         "products": _products(policy, samples, device.platform),
         "elementwise": _elementwise(samples),
     }
@@ -93,11 +97,13 @@ def _copy(size: int, samples: int) -> list[float]:
 
 
 def _random(size: int, columns: int, samples: int) -> list[float]:
-    rows = size // (4 * columns)
+    rows, taken = size // (4 * columns), TAKEN_BYTES // (4 * columns)
     table = jnp.zeros((rows, columns), jnp.float32)
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, rows, LOOKUPS, np.int32))
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, rows, (8, taken), np.int32))
     take = jax.jit(lambda table, ids: table.at[ids].get(mode="promise_in_bounds"))
-    return _rates(4.0 * columns * LOOKUPS, lambda: take(table, ids), samples)
+    # Other rows each time: those of the time before may still be in a cache.
+    turn = itertools.cycle(list(ids))
+    return _rates(float(TAKEN_BYTES), lambda: take(table, next(turn)), samples)
 
 
 def _products(policy: Policy, samples: int, platform: str) -> list[float]:

@@ -118,7 +118,8 @@ def measure(
         flops = step_flops(model, config.embedding.dim, config.training.batch_size // config.mesh.size)
     facts = program.describe(stepper.compiled, module, flops)
     row_bytes = config.embedding.dim * np.dtype(config.policy.table).itemsize
-    ceilings = hardware.measure(config.policy, row_bytes, samples=samples)
+    table_bytes = max(t.weights.addressable_shards[0].data.nbytes for t in stepper.state.tables.values())
+    ceilings = hardware.measure(config.policy, row_bytes, table_bytes, samples=samples)
     split = roofline.split(module, regions, ceilings)
     return StepProfile(
         regions=regions,

@@ -38,7 +38,7 @@ class Verdict:
         """Returns the verdict with its numbers."""
         order = sorted(self.parts_ms, key=lambda name: -self.parts_ms[name])
         shares = ", ".join(f"{name} {self.parts_ms[name] / self.step_ms:.0%}" for name in order)
-        return f"{self.words}: of {self.step_ms:.3g} ms a step, {shares}"
+        return f"{self.words}: of {self.step_ms:.4g} ms a step, {shares}"
 
 
 def decide(fed_ms: list[float], resident_ms: list[float], split: Split) -> Verdict:
