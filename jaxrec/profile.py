@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from jaxrec import flags as jaxrec_flags
-from jaxrec.checks import one_of, require
+from jaxrec.checks import UserError, one_of, require
 
 if TYPE_CHECKING:
     from jaxrec.data.schema import Dataset
@@ -36,10 +36,6 @@ def main() -> int:
         require(
             bool(values.workdir), f"--workdir is not given, but --stages={values.stages} writes its trace into a folder"
         )
-        require(
-            Path(values.workdir).is_dir() or not Path(values.workdir).exists(),
-            f"--workdir is {values.workdir!r}, which is a file, but must be a folder",
-        )
     jaxrec_flags.prepare_process()
     from jaxrec import mesh as mesh_lib
     from jaxrec import processes
@@ -48,6 +44,8 @@ def main() -> int:
     require(processes.count() == 1, f"there are {processes.count()} processes, but jaxrec.profile takes one")
     mesh_lib.create(config.mesh)
     mesh_lib.check_batch(config.mesh, config.training.batch_size)
+    if values.stages != "input":
+        _make_folder(values.workdir)
     dataset = config.data.open(values.data_dir)
     schema = dataset.schema
     kinds = ", ".join(f"{sum(f.kind == k for f in schema.features)} {k}" for k in ("categorical", "bag", "history"))
@@ -60,6 +58,16 @@ def main() -> int:
     if values.stages != "input":
         _step(config, dataset)
     return 0
+
+
+def _make_folder(path: str) -> None:
+    require(
+        Path(path).is_dir() or not Path(path).exists(), f"--workdir is {path!r}, which is a file, but must be a folder"
+    )
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--workdir is {path!r}, which cannot be made ({e.strerror}), but must be a folder") from e
 
 
 def _input(config: Config, dataset: Dataset) -> None:
@@ -94,10 +102,6 @@ def _step(config: Config, dataset: Dataset) -> None:
     from jaxrec.training import workdir
 
     values = flags.FLAGS
-    try:
-        Path(values.workdir).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        require(False, f"--workdir is {values.workdir!r}, which cannot be made ({e.strerror})")
     profile = step_profile.measure(
         config,
         dataset,

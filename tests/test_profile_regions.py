@@ -119,7 +119,8 @@ def test_streams_of_a_device():
         return Event("kernel", start, duration, {"hlo_op": name, "hlo_module": "jit_step"})
 
     lines = [
-        Line("/device:GPU:1", [kernel("dot.1", 0, 5), kernel("relu", 5, 2), kernel("dot.1", 20, 7)]),
+        Line("/device:GPU:1", [kernel("dot.1", 0, 5), kernel("relu", 5, 2), kernel("dot.1", 20, 7)], "Stream #13"),
+        Line("/device:GPU:1", [kernel("dot.1", 0, 5), kernel("relu", 5, 2), kernel("dot.1", 20, 7)], "XLA Ops"),
         Line("/host:CPU", [op("dot.1", 0, 1000)]),
     ]
     times = op_events.op_times(lines, "jit_step")

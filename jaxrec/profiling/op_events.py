@@ -8,7 +8,8 @@ What a trace holds:
   `ThreadpoolListener::StartRegion` (with the id) and `StopRegion`, on other threads and often after the event's end.
   The tasks' time is therefore added to the operation that handed them over. A thread that completes an operation goes
   on to start others (`ThunkExecutor::Execute`), inside the same task: what is nested counts as itself alone.
-- On a GPU, one event for each kernel on a line of its device, with `hlo_op`.
+- On a GPU, one event for each kernel on the line of its stream, with `hlo_op`; other lines of the device repeat them.
+  Runs are told apart by how often an operation has occurred, so that a program with loops has more runs than steps.
 
 All times are of threads (or streams): two threads that work on an operation for 1 ms each are 2 ms. A thread counts as
 occupied while it waits inside an operation, or while the system runs another process in its place.
@@ -46,10 +47,12 @@ class Line(NamedTuple):
     Attributes:
       plane: `/host:CPU`, `/device:GPU:0`.
       events: In any order.
+      name: Of the thread or stream.
     """
 
     plane: str
     events: Sequence[Event]
+    name: str = ""
 
 
 class Run(NamedTuple):
@@ -120,7 +123,7 @@ def _lines(path: Path) -> Iterator[Line]:
                 stats = {} if name.startswith("end: ") else dict(e.stats)  # Ends are many, and tell nothing more.
                 if known or "hlo_op" in stats:
                     events.append(Event(name, e.start_ns, e.duration_ns, stats))
-            yield Line(plane.name, events)
+            yield Line(plane.name, events, line.name)
 
 
 def op_times(lines: Iterable[Line], module: str | None = None) -> OpTimes:
@@ -243,14 +246,14 @@ def _sweep(
 def _device_times(lines: list[Line], module: str | None) -> OpTimes:
     time: dict[Run, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
     at_work: dict[Run, list[tuple[float, float]]] = collections.defaultdict(list)
-    for line in lines:
+    streams = [line for line in lines if "stream" in line.name.lower()]
+    for line in streams or [line for line in lines if line.name in ("", "XLA Ops")]:
         device = int(line.plane.rpartition(":")[2]) if line.plane[-1].isdigit() else 0
         occurrences: collections.Counter[str] = collections.Counter()
         for e in sorted(line.events, key=lambda e: e.start):
             op = e.stats.get("hlo_op")
             if op is None or (module is not None and e.stats.get("hlo_module", module) != module):
                 continue
-            # The line of whole programs and that of the operations' names repeat what the streams show.
             run = Run(int(e.stats.get("program_id", -1)), int(e.stats.get("run_id", occurrences[op])), device)
             occurrences[op] += 1
             time[run][op] += e.duration

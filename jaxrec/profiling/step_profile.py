@@ -131,7 +131,7 @@ def measure(
         resident_ms=resident_ms,
         fed_ms=fed_ms,
         steps_a_sample=steps,
-        traced=traced,
+        traced=len(regions.wall_ms) // len(regions.devices),
         trace=trace,
     )
 
