@@ -188,6 +188,8 @@ def test_planted_times_come_out():
     assert first["embedding_lookup"].samples == (60, 90) and first["embedding_update"].samples == (50, 75)
     assert second["gradient_sum"].samples == (80, 120)
     assert regions.mean()["gradient_sum"].samples == (60, 90)
+    assert regions.op_place["dot.2"] == "top_mlp backward"
+    assert regions.op_place["unnamed"] == "top_mlp forward inferred" and "renamed" not in regions.op_place
     # Everything adds up to the events' sum.
     assert regions.total_ms == pytest.approx(total * 2.5 * 1.5)
     assert sum(sum(r.samples) for d in regions.devices.values() for r in d.values()) == pytest.approx(total * 5 * 3)

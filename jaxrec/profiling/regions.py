@@ -53,6 +53,10 @@ class Place:
     spans: tuple[str, ...] = ()
     foreign: float = 0.0
 
+    def __str__(self) -> str:
+        words = [self.region, "backward" if self.backward else "forward", *(["inferred"] if self.inferred else [])]
+        return " ".join(words)
+
 
 @dataclasses.dataclass(frozen=True)
 class RegionTime:
@@ -78,6 +82,7 @@ class Regions:
     Attributes:
       devices: Device -> region -> time; all of `REGIONS` that the program has, then `OTHER`.
       op_ms: Operation -> its mean thread time a step and device.
+      op_place: Operation -> its region, pass and whether that is a neighbour's: `top_mlp backward inferred`.
       other_ms: As `op_ms`, of the operations without a region, the longest first.
       inferred_share: Of the operations' time, that whose region is a neighbour's.
       spanning_share: Of the operations' time, that of fusions whose parts name several regions.
@@ -93,6 +98,7 @@ class Regions:
 
     devices: Mapping[int, Mapping[str, RegionTime]]
     op_ms: Mapping[str, float]
+    op_place: Mapping[str, str]
     other_ms: Mapping[str, float]
     inferred_share: float
     spanning_share: float
@@ -250,6 +256,7 @@ def join(module: Module, times: OpTimes, regions: tuple[str, ...] = REGIONS, *, 
     return Regions(
         devices=devices,
         op_ms=op_ms,
+        op_place={op: str(places[op]) for op in known},
         other_ms=longest([*unknown, *(op for op in known if places[op].region == OTHER)]),
         inferred_share=share(op for op in known if places[op].inferred),
         spanning_share=share(op for op in known if len(places[op].spans) > 1),
