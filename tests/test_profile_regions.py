@@ -163,6 +163,32 @@ def test_places():
     assert places.present() == ("embedding_lookup", "top_mlp", "gradient_sum", "embedding_update")
 
 
+def test_what_a_broadcast_makes_a_fusion_compute_again():
+    program = """HloModule jit_step
+
+%fused (param_0: f32[8,4], param_1: f32[]) -> f32[100,8,4] {
+  %param_0 = f32[8,4]{1,0} parameter(0)
+  %param_1 = f32[] parameter(1)
+  %scale = f32[] multiply(%param_1, %param_1), metadata={op_name="jit(step)/gradient_sum/mul"}
+  %scales = f32[8,4]{1,0} broadcast(%scale), dimensions={}
+  %mul = f32[8,4]{1,0} multiply(%param_0, %scales), metadata={op_name="jit(step)/transpose(jvp(interaction))/mul"}
+  ROOT %spread = f32[100,8,4]{2,1,0} broadcast(%mul), dimensions={1,2}, metadata={op_name="jit(step)/embedding_update/x"}
+}
+
+ENTRY %main (x: f32[8,4], y: f32[]) -> f32[100,8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %fusion.1 = f32[100,8,4]{2,1,0} fusion(%x, %y), kind=kLoop, calls=%fused
+}
+"""
+    module = Module(program)
+    counts = {part.name: n for part, n in module.evaluations(module.instructions["fusion.1"]).items()}
+    assert (counts["spread"], counts["mul"], counts["scale"]) == (3200, 3200, 1)
+    place = Places(module)["fusion.1"]
+    assert place.region == "embedding_update" and place.spans == ("interaction", "gradient_sum", "embedding_update")
+    assert place.foreign == pytest.approx(3201 / 6401)
+
+
 def test_planted_times_come_out():
     planted = {
         "lookup": 30, "dot.1": 50, "relu": 7, "unnamed": 3, "spanning": 20, "dot.2": 60, "lonely": 4, "updated": 25,

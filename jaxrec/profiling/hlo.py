@@ -208,6 +208,30 @@ class Module:
             for i in self.computations.get(called, {}).values():
                 yield from self.inside(i) if i.opcode == "fusion" else (i,)
 
+    def evaluations(self, fusion: Instruction) -> dict[Instruction, float]:
+        """Returns how many elements of each part of a fusion are computed, at most.
+
+        A loop fusion computes each element of its result from its operands, with no store in between: what is computed
+        before a broadcast is computed again for each element after it, unless the compiler moves it out of a loop (as
+        it does with scalars).
+        """
+        body = self.computations.get(fusion.called[0], {}) if fusion.called else {}
+        if "kind=kLoop" not in fusion.text:
+            return {part: float(part.elements) for part in self.inside(fusion)}
+        counts: dict[str, float] = {}
+        for part in reversed(body.values()):
+            count = max(counts.get(part.name, 0.0), float(part.elements) if part.root else 0.0)
+            counts[part.name] = count
+            for operand in (body[o] for o in part.operands if o in body):
+                if operand.elements == 1 or part.opcode == "tuple":
+                    needed = float(operand.elements)
+                elif part.opcode in ("reduce", "reduce-window", "dot", "concatenate"):
+                    needed = count * operand.elements / max(part.elements, 1)
+                else:
+                    needed = count
+                counts[operand.name] = max(counts.get(operand.name, 0.0), needed)
+        return {part: counts[part.name] for part in body.values()}
+
     def work(self, name: str) -> Work:
         """Returns the work of one execution of an instruction; loops and calls have none beside what they run."""
         i = self.instructions[name]

@@ -44,7 +44,8 @@ class Place:
       backward: Whether it is of the backward pass.
       inferred: Whether a neighbour's region is taken for its own.
       spans: The regions that its parts name, in the order of `REGIONS`.
-      foreign: Of the elements that its parts compute, the share of those that name another region.
+      foreign: Of the elements that its parts compute, again where a broadcast needs them again (see
+        `Module.evaluations`), the share of those that name another region.
     """
 
     region: str
@@ -163,10 +164,11 @@ class Places:
     def _place(self, name: str) -> Place:
         if name not in self._known:
             i = self._module.instructions[name]
-            elements = self._elements(i)
+            elements = self._evaluations(i)
             own = self._own(i)
             if own is not None:
-                foreign = 1 - elements.get(own[0], 0) / sum(elements.values()) if elements else 0.0
+                total = sum(elements.values())
+                foreign = 1 - elements.get(own[0], 0.0) / total if total else 0.0
                 self._known[name] = Place(*own, spans=tuple(elements), foreign=foreign)
             else:
                 found = self._neighbour(i)
@@ -186,12 +188,12 @@ class Places:
                     weights[found] = weights.get(found, 0) + part.result_bytes
         return max(weights, key=weights.__getitem__) if weights else None
 
-    def _elements(self, i: Instruction) -> dict[str, int]:
-        """Returns, in the list's order, region -> elements of the results of a fusion's parts that name it."""
-        found: dict[str, int] = {}
-        for part in self._module.inside(i) if i.opcode == "fusion" else ():
+    def _evaluations(self, i: Instruction) -> dict[str, float]:
+        """Returns, in the list's order, region -> elements that a fusion computes in parts that name it."""
+        found: dict[str, float] = {}
+        for part, count in self._module.evaluations(i).items() if i.opcode == "fusion" else ():
             if part.opcode not in FREE and (place := region_of(part.op_name, self._regions)) is not None:
-                found[place[0]] = found.get(place[0], 0) + part.elements
+                found[place[0]] = found.get(place[0], 0.0) + count
         return {region: found[region] for region in self._regions if region in found}
 
     def _neighbour(self, i: Instruction) -> tuple[str, bool] | None:
