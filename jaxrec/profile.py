@@ -150,6 +150,11 @@ def _report(profile: StepProfile) -> list[str]:
         f"{_giga(facts.compiler_flops)} G by the compiler, {_giga(facts.work.product_flops)} G in matrix products, "
         f"{_giga(facts.model_flops)} G by the model's definition",
     ]
+    longest = sorted(regions.op_ms, key=lambda op: -regions.op_ms[op])[:3]
+    lines.append(
+        "longest     "
+        + ", ".join(f"{op} {regions.op_ms[op]:.3f} ms ({regions.op_place.get(op, 'unknown')})" for op in longest)
+    )
     if facts.difference:
         lines.append(f"differs     {facts.difference}")
     memory = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in facts.memory.items())

@@ -172,7 +172,7 @@ def test_what_a_broadcast_makes_a_fusion_compute_again():
   %scale = f32[] multiply(%param_1, %param_1), metadata={op_name="jit(step)/gradient_sum/mul"}
   %scales = f32[8,4]{1,0} broadcast(%scale), dimensions={}
   %mul = f32[8,4]{1,0} multiply(%param_0, %scales), metadata={op_name="jit(step)/transpose(jvp(interaction))/mul"}
-  ROOT %spread = f32[100,8,4]{2,1,0} broadcast(%mul), dimensions={1,2}, metadata={op_name="jit(step)/embedding_update/x"}
+  ROOT %spread = f32[100,8,4]{2,1,0} broadcast(%mul), dimensions={1,2}, metadata={op_name="jit(s)/embedding_update/x"}
 }
 
 ENTRY %main (x: f32[8,4], y: f32[]) -> f32[100,8,4] {
@@ -184,6 +184,7 @@ ENTRY %main (x: f32[8,4], y: f32[]) -> f32[100,8,4] {
     module = Module(program)
     counts = {part.name: n for part, n in module.evaluations(module.instructions["fusion.1"]).items()}
     assert (counts["spread"], counts["mul"], counts["scale"]) == (3200, 3200, 1)
+    assert module.work("fusion.1") == Work(0, 3201, 32 * 4 + 4 + 3200 * 4, 0)
     place = Places(module)["fusion.1"]
     assert place.region == "embedding_update" and place.spans == ("interaction", "gradient_sum", "embedding_update")
     assert place.foreign == pytest.approx(3201 / 6401)
@@ -308,12 +309,12 @@ def test_the_step_is_mapped(tiny, tmp_path):
         assert (sum(time.backward) > 0) == (name in ("bottom_mlp", "interaction", "top_mlp", "loss"))
     assert sum(sum(time.samples) for time in device.values()) == pytest.approx(3 * regions.total_ms)
     assert sum(regions.op_ms.values()) == pytest.approx(regions.total_ms)
-    # The compiler also counts comparisons and bits, which dropout has many of, and whole tables that are gathered from.
+    # The compiler counts whole tables that are gathered from, and nothing twice that a fusion computes again.
     work = Work()
     for name in module.instructions:
         work = work.plus(module.work(name), module.times(name))
     cost = compiled.cost_analysis()
-    assert 0.5 * cost["flops"] < work.flops <= cost["flops"]
+    assert 0.5 * cost["flops"] < work.flops < 5 * cost["flops"]
     assert 0.5 * cost["bytes accessed"] < work.bytes < 1.2 * cost["bytes accessed"]
 
 

@@ -3,7 +3,7 @@
 Counted per instruction as it runs, so a fusion reads its operands and writes its result once:
 
 - FLOPs: 2 M N K of a matrix product; 1 for each element of element-wise work, comparisons and bits included (as the
-  compiler counts), and for each element that is reduced.
+  compiler counts), and for each element that is reduced. What a loop fusion computes again counts again, at most.
 - Bytes: operands read and result written. Of an operand that is sliced or gathered from, what is taken, where the
   compiler counts the whole; of an array that is scattered into or updated in place, twice what is changed. Rows taken
   or changed by index are counted apart (`random_bytes`): memory serves them more slowly than it copies.
@@ -245,13 +245,14 @@ class Module:
 
     def _fusion_work(self, fusion: Instruction, body: dict[str, Instruction], home: dict[str, Instruction]) -> Work:
         streamed, random = _demands(body)
+        counts = {part.name: count for part, count in self.evaluations(fusion).items()}
         work = Work()
         for i in body.values():
             if i.opcode == "fusion":
                 inner = self._fusion_work(i, self.computations.get(i.called[0], {}), body)
                 work = work.plus(Work(inner.product_flops, inner.other_flops))
             elif i.opcode in _ELEMENTWISE:
-                work = work.plus(Work(other_flops=streamed.get(i.name, 0.0)))
+                work = work.plus(Work(other_flops=counts.get(i.name, 0.0)))
             else:
                 work = work.plus(Work(*_flops(i, body)))
         for i in body.values():
