@@ -5,7 +5,7 @@ RUN ?= run
 LOCK := locks/$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 BIN := $(VENV)/bin
 
-.PHONY: train test test-full fuzz lint smoke compile_only clean
+.PHONY: train test test-full fuzz lint smoke compile_only baseline clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m jaxrec.train --config=dlrm_movielens --workdir=$(RUN)
@@ -38,6 +38,11 @@ smoke: $(VENV)/installed
 compile_only: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r experiments/compile_only/compilers.txt
 	$(BIN)/python -m experiments.compile_only.run --mode=all
+
+# PyTorch, torchrec and FBGEMM (CPU builds), for the stacks that jaxrec is compared with; Python 3.11.
+baseline: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r experiments/baselines/pytorch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r experiments/baselines/fbgemm.txt
 
 $(VENV)/installed: pyproject.toml $(LOCK)
 	$(PYTHON) -m venv $(VENV)
