@@ -171,7 +171,7 @@ def test_a_row_that_no_batch_names_must_not_change(monkeypatch):
 def test_a_difference_ends_the_study_and_names_the_worst_tensor(monkeypatch):
     monkeypatch.setattr(parity, "builder", lambda stack, *_: with_fault(stack, learning_rate=0.02))
     monkeypatch.setattr(parity, "ATTEMPTS", 1)
-    with pytest.raises(UserError, match=r"do not agree: tables/table_\d/weights after 1 steps .* nothing is timed"):
+    with pytest.raises(UserError, match=r"do not agree .*: tables/table_\d/weights after 1 step .* nothing is timed"):
         parity.require_parity(config_of("pytorch-eager"), "pytorch-eager")
 
 
