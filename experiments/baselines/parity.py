@@ -85,13 +85,13 @@ class Verdict:
     Attributes:
       stack: Its name.
       optimizer: Of embedding rows.
-      attempts: Comparisons made; `differences` are the last one's.
-      differences: Of everything that was compared.
+      earlier: The worst difference of each comparison before the last.
+      differences: Of everything that the last one compared.
     """
 
     stack: str
     optimizer: str
-    attempts: int
+    earlier: tuple[Difference, ...]
     differences: tuple[Difference, ...]
 
     @property
@@ -110,13 +110,14 @@ class Verdict:
         """Returns a sentence with the worst tensor."""
         return (
             f"{self.stack} and jaxrec under {self.optimizer} {'agree' if self.passed else 'do not agree'} "
-            f"(comparison {self.attempts} of at most {ATTEMPTS}): {self.worst.describe()}"
+            f"(comparison {len(self.earlier) + 1} of at most {ATTEMPTS}): {self.worst.describe()}"
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Returns JSON values for a study's record."""
         return {
-            "stack": self.stack, "optimizer": self.optimizer, "passed": self.passed, "attempts": self.attempts,
+            "stack": self.stack, "optimizer": self.optimizer, "passed": self.passed,
+            "earlier": [dataclasses.asdict(d) for d in self.earlier],
             "compared": len(self.differences), "worst": dataclasses.asdict(self.worst),
         }  # fmt: skip
 
@@ -157,16 +158,17 @@ def require_parity(config: Config, stack: str, device: str = "cpu", id_type: str
 
 def judge(config: Config, stack: str, build: Builder) -> Verdict:
     """Returns the verdict of the first of ATTEMPTS comparisons that passes, or of the last."""
-    attempt = 0
+    earlier: list[Difference] = []
     while True:
-        data = dataclasses.replace(config.data, seed=attempt)  # pyright: ignore[reportArgumentType]
-        training = dataclasses.replace(config.training, seed=config.training.seed + attempt)
+        seed = len(earlier)
+        data = dataclasses.replace(config.data, seed=seed)  # pyright: ignore[reportArgumentType]
+        training = dataclasses.replace(config.training, seed=config.training.seed + seed)
         drawn = dataclasses.replace(config, data=data, training=training)
         differences = (*compare_steps(drawn, build), compare_auc(drawn, build))
-        attempt += 1
-        verdict = Verdict(stack, config.embedding.optimizer.name, attempt, differences)
-        if verdict.passed or attempt == ATTEMPTS:
+        verdict = Verdict(stack, config.embedding.optimizer.name, tuple(earlier), differences)
+        if verdict.passed or len(earlier) + 1 == ATTEMPTS:
             return verdict
+        earlier.append(verdict.worst)
 
 
 def compare_steps(config: Config, build: Builder) -> Iterator[Difference]:
@@ -275,6 +277,8 @@ def main() -> int:
     config = catalogue.get(values.config)
     build = builder(values.stack, values.device, values.ids)
     verdict = judge(small(paired(config, values.stack)), values.stack, build)
+    for difference in verdict.earlier:
+        print(f"a comparison failed: {difference.describe()}")
     for after in sorted({d.after for d in verdict.differences}):
         for part in ("loss", "gradient", "dense/", "optimizer/", "tables/", "auc"):
             if any(d.after == after and d.what.startswith(part) for d in verdict.differences):
