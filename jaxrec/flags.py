@@ -208,6 +208,15 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
             others.claim_last_word()
         status = _complain(why)
         logging.disable(logging.CRITICAL)  # All is said; libraries that met the same fault have nothing to add.
+    except BrokenPipeError:
+        # Whoever read the output has gone; nothing is left to be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        why, status = "its output is closed", 128 + signal.SIGPIPE
+    except PermissionError as e:
+        why = f"{e.filename} cannot be used: {e.strerror}"
+        if others := _processes():
+            others.claim_last_word()
+        status = _complain(why)
     except KeyboardInterrupt:
         why = "interrupted"
         print(why, file=sys.stderr)

@@ -36,6 +36,12 @@ def main() -> int:
     for name, least in (("min_count", 1), ("max_table_rows", 2), ("threads", 1)):
         value = values[name].value
         require(value is None or value >= least, f"--{name} is {value}, but must be at least {least}")
+    for flag in ("data_dir", "schema", "input"):
+        value = values[flag].value or ""
+        require(
+            value.isprintable() and all(len(part) < 256 for part in value.split("/")),
+            f"--{flag} is {value[:40]!r}, but must be a path of printable characters, each name of fewer than 256",
+        )
     name = values.name or ""
     require(
         all(c.isalnum() or c in "_-" for c in name),
@@ -89,6 +95,7 @@ def _table() -> tuple[Path, int, int, int]:
     files, schema = _files_and_schema()
     bad_rows = BadRows(values.max_bad_rows)
     source = f"{values.dataset}: {', '.join(f.path.name for f in files[:3])}{', ...' if len(files) > 3 else ''}"
+    source = source.encode("utf-8", "replace").decode()  # A file's name may be any bytes.
     threads = values.threads or os.cpu_count() or 1
     folder, rows_in, rows_out = tabular.write(
         files, schema, values.data_dir, source, bad_rows, threads=threads, compression=values.compression

@@ -31,7 +31,9 @@ def main() -> int:
     one_of("--stages", values.stages, STAGES)
     for name in ("samples", "threads", "traced_steps"):
         require((values[name].value or 0) >= 1, f"--{name} is {values[name].value}, but must be at least 1")
-    require(values.seconds > 0, f"--seconds is {values.seconds}, but must be greater than 0")
+    require(0 < values.seconds < 3600, f"--seconds is {values.seconds}, but must be greater than 0 and below 3600")
+    for name in ("plan", "profile_steps", "resume"):
+        require(values[name].using_default_value, f"--{name} is given, but jaxrec.profile has no use for it")
     if values.stages != "input":
         require(
             bool(values.workdir), f"--workdir is not given, but --stages={values.stages} writes its trace into a folder"

@@ -54,7 +54,7 @@ FLAGS = {
                      ["--input is 'none.csv'", "not exist"]),
     "device": (["--dataset=tabular", "--input=/dev/null", "--schema=t.toml"],
                ["--input is '/dev/null'", "file or a folder"]),
-    "long_input": (["--dataset=tabular", f"--input={'x' * 5000}", "--schema=t.toml"], ["File name too long"]),
+    "long_input": (["--dataset=tabular", f"--input={'x' * 5000}", "--schema=t.toml"], ["each name of fewer than 256"]),
     "no_schema": (["--dataset=tabular", "--input=t.csv"], ["--schema is not given", "--propose writes one"]),
     "absent_schema": ([*TABLE_OF, "--schema=s.toml"], ["--schema is 's.toml'", "--propose"]),
     "schema_folder": ([*TABLE_OF, "--schema=."], ["--schema is '.'", "cannot be read"]),

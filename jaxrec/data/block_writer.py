@@ -44,7 +44,7 @@ def prepare(
     timelines: Timelines | None = None,
     compression: str = "zstd",
 ) -> None:
-    """Writes a data set, all of it or nothing; does nothing where the folder exists.
+    """Writes a data set, all of it or nothing; does nothing where the folder exists and is of the same facts.
 
     It is written to a temporary folder beside, read back, compared with what was given, and renamed. Of several
     processes that prepare the same folder, one writes and the others wait for it.
@@ -58,14 +58,18 @@ def prepare(
       compression: One of `COMPRESSIONS`. Without, files are about three times as large, and read faster.
 
     Raises:
-      UserError: The rows given are not as many as announced, the rows read back are not those given, the folder cannot
-        be written, or a package is missing.
+      UserError: The folder holds another data set, the rows given are not as many as announced, the rows read back are
+        not those given, the folder cannot be written, or a package is missing.
       ValueError: A block is not as `columns` and `facts.block_rows` say.
     """
     if folder.name != f"{facts.name}-{facts.version}":
         raise ValueError(f"folder must be named {facts.name}-{facts.version}, got {folder}")
     with locked(folder.parent, f".{folder.name}.lock", folder.name) as alone:
         if folder.exists():
+            require(
+                _facts_in(folder) == json.loads(json.dumps(dataclasses.asdict(facts))),
+                f"{folder} exists already, and holds other rows than these; delete it, or choose another name",
+            )
             return
         if alone:  # whoever made these was killed
             for stale in folder.parent.glob(f".{folder.name}.tmp-*"):
@@ -83,6 +87,13 @@ def prepare(
                         raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _facts_in(folder: Path) -> Any:
+    try:
+        return json.loads((folder / "manifest.json").read_text())["facts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @contextlib.contextmanager

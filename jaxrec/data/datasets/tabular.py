@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxrec.checks import require
 from jaxrec.data.blocks import read
@@ -101,11 +101,7 @@ def write(
 
     folder = folder_of(data_dir, schema.name)
     use = f"train on it with --config=dlrm_tabular --set data.table={schema.name}"
-    identity = {
-        "format": PARTS_FORMAT,
-        "files": [[f.path.name, f.bytes, f.path.stat().st_mtime_ns, f.split] for f in files],
-        "schema": dataclasses.asdict(schema),
-    }
+    identity = {"format": PARTS_FORMAT, "files": _states(files), "schema": dataclasses.asdict(schema)}
     scratch = folder.parent / f".{folder.name}.parts"
     with block_writer.locked(folder.parent, f".{folder.name}.parts.lock", folder.name):
         # One whose parts were not yet deleted was interrupted at its very end, and is completed.
@@ -114,6 +110,16 @@ def write(
         with parts.kept_in(scratch, identity):
             made, rows_in = parts.make(files, schema, scratch, bad_rows, threads=threads)
             require(bool(made), f"{files[0].path} has no rows")
+            require(
+                _states(files) == identity["files"],
+                f"{files[0].path}, or another file of the table, has changed while it was read; give the command again",
+            )
             encoded = encode.encode(made, files, schema, VERSION, source, scratch, threads=threads)
             block_writer.prepare(folder, encoded.facts, encoded.columns, encoded.splits, encoded.timelines, compression)
     return folder, rows_in, sum(rows for rows, _ in encoded.splits.values())
+
+
+def _states(files: Sequence[TableFile]) -> list[list[Any]]:
+    """Returns what changes when a file does."""
+    stats = [(f, f.path.stat()) for f in files]
+    return [[str(f.path.resolve()), s.st_ino, s.st_size, s.st_mtime_ns, f.split] for f, s in stats]

@@ -100,7 +100,8 @@ def convert(parsed: Parsed, schema: TableSchema) -> tuple[Part, list[tuple[int, 
     labels = np.empty((n, len(schema.of("label", "auxiliary"))), np.float32)
     for t, c in enumerate(schema.of("label") + schema.of("auxiliary")):
         if c.positive is not None:
-            labels[:, t] = np.asarray(_import("pyarrow.compute").equal(_as_text(rows.columns[c.name]), c.positive))
+            texts = _as_text(rows.columns[c.name])
+            labels[:, t] = np.asarray(_import("pyarrow.compute").equal(texts, c.positive))
             continue
         values = real(c.name, None)
         if c.at_least is None:
@@ -180,7 +181,9 @@ def _is_missing(column: Any) -> np.ndarray:
 
 def _as_text(column: Any) -> Any:
     """Returns a pyarrow string array; what is missing is an empty text."""
-    arrow = _import("pyarrow")
+    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
+    if arrow.types.is_floating(column.type):
+        column = compute.if_else(compute.is_nan(column), None, column)
     return (column if arrow.types.is_string(column.type) else column.cast(arrow.string())).fill_null("")
 
 
@@ -191,22 +194,65 @@ def _times(rows: Rows, column: TableColumn) -> tuple[np.ndarray, dict[int, str]]
     if column.format == "number":
         return numbers(_as_numbers(rows, column.name), column.name, "int64")
     if arrow.types.is_temporal(values.type):
-        dates = values.cast(arrow.timestamp("us"), safe=False)
+        dates = _microseconds(values)
     else:
         text = compute.utf8_trim_whitespace(_as_text(values))
-        if column.format == "iso":
-            dates = _iso(text)
-        else:
-            try:
-                dates = compute.strptime(text, format=column.format, unit="us", error_is_null=True)
-            except arrow.ArrowInvalid as e:
-                raise UserError(
-                    f"columns.{column.name}.format is {column.format!r}, but must be one of strptime"
-                ) from e
+        dates = _iso(text) if column.format == "iso" else _dates(text, column)
     bad = np.flatnonzero(np.asarray(dates.is_null()))
     what = "a date" if column.format == "iso" else f"a date like {column.format}"
-    why = {int(i): f"{column.name} is {str(values[int(i)])[:40]!r}, but must be {what}" for i in bad}
+    why = {int(i): f"{column.name} is {_shown(values[int(i)])[:40]!r}, but must be {what}" for i in bad}
     return np.asarray(dates.cast(arrow.int64()).fill_null(0)), why
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)
+    except OverflowError:  # Python has no such date.
+        return str(value.value)
+
+
+def _microseconds(values: Any) -> Any:
+    """Returns dates of parquet in microseconds; null where they do not fit."""
+    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
+    unit = getattr(values.type, "unit", "")
+    factor = {"s": 1_000_000, "ms": 1_000}.get(unit)
+    if factor is None:
+        return values.cast(arrow.timestamp("us"), safe=False)
+    numbers_of = values.cast(arrow.int64())
+    fits = compute.less_equal(compute.abs(numbers_of), (2**63 - 1) // factor)
+    return compute.if_else(fits, numbers_of, None).cast(values.type).cast(arrow.timestamp("us"))
+
+
+def _dates(text: Any, column: TableColumn) -> Any:
+    """Parses dates by a pattern; null where a text is none.
+
+    pyarrow's parser is fast, but takes February 30 for March 2 and passes over fields that it does not know. So its
+    dates are written again, and where that is not the text, Python's parser decides.
+    """
+    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
+    pattern, seconds = column.format, arrow.timestamp("s")
+    encoded = text.dictionary_encode()
+    distinct = encoded.dictionary
+    try:
+        dates = compute.strptime(distinct, format=pattern, unit="s", error_is_null=True)
+        again = compute.strftime(dates.cast(seconds), format=pattern)
+        same = np.asarray(compute.equal(again, distinct).fill_null(False))
+    except arrow.ArrowException:
+        dates, same = arrow.nulls(len(distinct), seconds), np.zeros(len(distinct), bool)
+    values = np.where(same, np.asarray(dates.cast(arrow.int64()).fill_null(0)), 0) * 1_000_000
+    none = np.zeros(len(distinct), bool)
+    for i in np.flatnonzero(~same).tolist():
+        try:
+            date = datetime.datetime.strptime(distinct[i].as_py(), pattern)
+            date = date.replace(tzinfo=date.tzinfo or datetime.UTC)
+            values[i] = (date - _EPOCH) // datetime.timedelta(microseconds=1)
+        except (ValueError, OverflowError) as e:
+            none[i] = True
+            if "directive" in str(e) or "stray %" in str(e):
+                raise UserError(
+                    f"columns.{column.name}.format is {pattern!r}, but must be one of strptime ({e})"
+                ) from e
+    return arrow.array(values, arrow.int64(), mask=none).take(encoded.indices).cast(arrow.timestamp("us"))
 
 
 def _iso(text: Any) -> Any:

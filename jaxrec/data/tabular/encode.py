@@ -148,7 +148,7 @@ class _Encoder:
             if columns[0].ids.vocabulary == "hash"
         }
         moments = _Moments(len(self._standard))
-        label_sums = np.zeros(len(self.schema.of("label")))
+        label_sums, weights = np.zeros(len(self.schema.of("label"))), np.zeros(len(SPLITS))
 
         def counted(i: int):
             part = load(self._parts[i])
@@ -180,13 +180,18 @@ class _Encoder:
                 values = part.values[self._user]
                 users.add(values.keys, np.bincount(values.codes, minlength=len(values.keys)))
             moments.add(part.dense[train][:, self._standard])
-            label_sums += part.labels[train, : len(label_sums)].sum(axis=0, dtype=np.float64)
+            # A row of weight 0 does not count.
+            weight = np.ones(part.rows) if part.weight is None else (part.weight > 0).astype(np.float64)
+            weights += np.bincount(split, weight, minlength=len(SPLITS))
+            label_sums += weight[train] @ part.labels[train, : len(label_sums)].astype(np.float64)
         self.rows = np.sum(self._rows_of_part or [np.zeros(len(SPLITS), int)], axis=0).tolist()
         splits.check(self.rows, self.schema.split, f"data set {self.schema.name}")
+        for name, weight in zip(SPLITS, weights.tolist(), strict=True):
+            require(weight > 0, f"data set {self.schema.name}: all rows of split {name} have weight 0")
         for c, positive in zip(self.schema.of("label"), label_sums.tolist(), strict=True):
             which = "" if c.positive is None else f" (its text is {c.positive!r} in all or none)"
             require(
-                0 < positive < self.rows[splits.TRAIN],
+                0 < positive < weights[splits.TRAIN],
                 f"data set {self.schema.name}: label {c.name} is {int(positive > 0)}{which} in all "
                 f"{self.rows[splits.TRAIN]:,} training rows: there is nothing to learn; choose another split or label",
             )

@@ -109,22 +109,26 @@ def _find(path: Path, schema: TableSchema | None) -> list[TableFile]:
         named = {split: path / schema.files[split] for split in SPLITS}
         for split, file in named.items():
             require(file.is_file(), f"--input is {str(path)!r}, but files.{split} of the schema, {file}, is not a file")
+        different = {file.resolve() for file in named.values()}
+        require(len(different) == len(named), "files.train, files.validation and files.test must be different files")
         return [TableFile(file, _form(file, schema), split) for split, file in named.items()]
     if path.is_file():
         return [TableFile(path, _form(path, schema))]
     require(path.is_dir(), f"--input is {str(path)!r}, but must be a file or a folder")
     files = sorted((f for f in path.iterdir() if _is_table(f)), key=lambda f: _natural(f.name))
+    for file in files:
+        require(file.is_file(), f"--input is {str(path)!r}, but {file.name} in it is not a file")
     require(bool(files), f"--input is {str(path)!r}, a folder without files that end with {', '.join(SUFFIXES)} or .gz")
     return [TableFile(f, _form(f, schema)) for f in files]
 
 
 def _is_table(path: Path) -> bool:
     name = path.name.removesuffix(".gz")
-    return path.is_file() and not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
+    return not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
 
 
 def _natural(name: str) -> list[int | str]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def is_parquet(path: Path) -> bool:
@@ -195,7 +199,13 @@ def _plain(column: Any, where: str) -> Any:
     kind = column.type
     if types.is_float16(kind):
         return column.cast(arrow.float32())
-    if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_string(kind):
+    if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
+        return column
+    if types.is_string(kind):
+        try:
+            column.validate(full=True)
+        except arrow.ArrowException as e:
+            raise UserError(f"{where} holds text that is not UTF-8") from e
         return column
     if types.is_date(kind) or types.is_timestamp(kind):
         return column

@@ -41,6 +41,8 @@ from jaxrec.checks import UserError, one_of, require
 from jaxrec.data.schema import COMBINERS
 from jaxrec.data.tabular.text_rows import Format
 
+# Ids of a feature that a row may have: a batch has room for as many of every row.
+LONGEST = 100_000
 SPLITS = ("train", "validation", "test")
 RULES = ("order", "time", "random", "user", "files", "last_file", "column")
 VOCABULARIES = ("frequency", "hash")
@@ -94,7 +96,7 @@ class TableColumn:
       name: As the table has it.
       use: Of `USES`; several, where one column serves twice (a user that is a feature too).
       at_least: A label is 1 where the number is at least this.
-      positive: A label is 1 where the text is this; with neither, it must be 0 or 1.
+      positive: A label is 1 where the text is this, 0 where it is another or missing. With neither, it must be 0 or 1.
       transform: Of a dense column: `log` (sign(x) log(1 + |x|), which no finite x makes infinite), `standard` (minus
         the training split's mean, divided by its deviation), `none`. A missing value is 0 after it.
       table: The embedding table; columns may share one. The column's name where it is empty.
@@ -308,10 +310,15 @@ def _column(name: str, values: Any, ids: Ids, where: str) -> TableColumn:
     _check_ids(ids, at)
     one_of(f"{at}.transform", column.transform, TRANSFORMS)
     one_of(f"{at}.combiner", column.combiner, COMBINERS)
-    require(column.history >= 0, f"{at}.history is {column.history}, but must be at least 0")
+    for setting, least in (("history", 0), ("max_length", 1)):
+        value = getattr(column, setting)
+        require(
+            least <= value <= LONGEST, f"{at}.{setting} is {value}, but must be at least {least} and at most {LONGEST}"
+        )
     require(column.hex_digits >= 0, f"{at}.hex_digits is {column.hex_digits}, but must be at least 0")
-    require(column.max_length >= 1, f"{at}.max_length is {column.max_length}, but must be at least 1")
     require(bool(column.separator), f"{at}.separator is empty")
+    other = [d for d in ("%G", "%V", "%u", "%U", "%W", "%Z") if d in column.format]
+    require(not other, f"{at}.format is {column.format!r}, but {(other or [''])[0]} does not say which time it is")
     require(
         column.format in TIMES or "%" in column.format,
         f"{at}.format is {column.format!r}, but must be {', '.join(TIMES)}, or as of strptime, such as %Y-%m-%d",

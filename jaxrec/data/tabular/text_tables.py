@@ -162,7 +162,7 @@ def parse(
             f"{len(lines)} by another; look for characters there that end lines in other systems"
         )
     kept = np.ones(len(lines), bool)
-    must = f"{len(names) - form.optional} to {len(names)}" if form.optional else f"{len(names)}"
+    must = f"{max(len(names) - form.optional, 1)} to {len(names)}" if form.optional else f"{len(names)}"
     for number, has in refused:
         kept[number - 1] = False
         wrong.append((int(lines[number - 1]), f"it has {has} fields, but must have {must}"))
