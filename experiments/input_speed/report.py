@@ -90,8 +90,8 @@ def render(record: Mapping[str, Any]) -> str:
         "The text is generated: real categories repeat otherwise, which changes how well blocks compress. Files lie in the page cache, "
         "as they do after the first epoch of data that fits in memory; a disk that reads less than "
         f"{median('together', cases[0]) * record['bytes_per_row'] / 1e6:,.0f} MB/s would be the limit. The training runs are on the same CPU, so that their steps "
-        f"are slow: a GPU's step needs more rows. They take {sizes['steps']} steps each, so that their start, where the first window is read, "
-        "weighs more than in a whole run.",
+        f"are slow: a GPU's step needs more rows. The one on Criteo's rows takes {sizes['steps']} steps, so that its start, where the first "
+        "window is read, weighs more than in a whole run.",
         "",
         "## Next measurement",
         "",
