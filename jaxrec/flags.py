@@ -202,8 +202,8 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
     except flags.Error as e:
         why = str(e).strip().replace("\n", " ")
         status = _complain(why)
-    except UserError as e:
-        why = str(e)
+    except (UserError, PermissionError) as e:
+        why = str(e) if isinstance(e, UserError) else f"{e.filename} cannot be used: {e.strerror}"
         if others := _processes():
             others.claim_last_word()
         status = _complain(why)
@@ -212,11 +212,6 @@ def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:
         # Whoever read the output has gone; nothing is left to be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         why, status = "its output is closed", 128 + signal.SIGPIPE
-    except PermissionError as e:
-        why = f"{e.filename} cannot be used: {e.strerror}"
-        if others := _processes():
-            others.claim_last_word()
-        status = _complain(why)
     except KeyboardInterrupt:
         why = "interrupted"
         print(why, file=sys.stderr)

@@ -11,6 +11,8 @@ from absl import flags
 
 from jaxrec import flags as jaxrec_flags
 from jaxrec.checks import one_of, require
+from jaxrec.data.block_writer import COMPRESSIONS
+from jaxrec.data.tabular.schema import check_name
 
 DATASETS = ("movielens", "criteo", "tabular", "synthetic")
 # The flags that belong to some data sets only.
@@ -42,12 +44,8 @@ def main() -> int:
             value.isprintable() and all(len(part) < 256 for part in value.split("/")),
             f"--{flag} is {value[:40]!r}, but must be a path of printable characters, each name of fewer than 256",
         )
-    name = values.name or ""
-    require(
-        all(c.isalnum() or c in "_-" for c in name),
-        f"--name is {name!r}, but must consist of letters, digits, _ and -",
-    )
-    one_of("--compression", values.compression, ("zstd", "none"))
+    check_name("--name", values.name or "")
+    one_of("--compression", values.compression, tuple(COMPRESSIONS))
     if values.propose:
         return _propose()
     begin = time.perf_counter()

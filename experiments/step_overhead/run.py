@@ -10,14 +10,11 @@ drawing synthetic rows is the data set's own work.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import tempfile
-import time
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
@@ -26,12 +23,10 @@ from experiments.step_overhead.report import render
 from jaxrec import flags as jaxrec_flags
 from jaxrec.configs import catalogue, overrides
 from jaxrec.data.arrays import ArrayBlocks
-from jaxrec.data.pipeline import Batches
 from jaxrec.data.schema import DataConfig, Dataset
+from jaxrec.profiling.step_profile import Stepper
 from jaxrec.reporting import record as record_lib
-from jaxrec.training import setup
-from jaxrec.training.loop import IN_FLIGHT, Options, train
-from jaxrec.training.step import shard_train_step
+from jaxrec.training.loop import Options, train
 
 STUDY = "step_overhead"
 # A program that does next to nothing, where the loop's own time cannot hide, and one of the default's size.
@@ -86,10 +81,10 @@ def measure(repeats: int, steps: int) -> dict[str, Any]:
         if "drawn" not in case:
             config = dataclasses.replace(config, data=Drawn(config.data))
         batch_sizes[case] = config.training.batch_size
-        bare, loop = _Bare(config), []
+        bare, loop = Stepper(config, config.data.open("")), []
         bare_ms = []
         for repeat in range(repeats + 1):
-            a, b = bare.milliseconds(steps), _loop_milliseconds(config)
+            a, b = bare.resident(steps), _loop_milliseconds(config)
             if repeat:  # The first pair warms up.
                 bare_ms.append(a)
                 loop.append(b)
@@ -99,31 +94,6 @@ def measure(repeats: int, steps: int) -> dict[str, Any]:
         difference = [b - a for a, b in zip(bare_ms, loop, strict=True)]
         rows.append(record_lib.row("outside the compiled program", "jax", case, "step", "ms", difference))
     return record_lib.make(STUDY, rows, steps=steps, batch_sizes=batch_sizes)
-
-
-class _Bare:
-    """The compiled step on a few batches that stay on the device."""
-
-    def __init__(self, config: Any):
-        dataset = config.data.open("")
-        self.program, dense = setup.build_program(config, dataset)
-        self.state, self.window = setup.initial_state(self.program, dense), setup.new_window(self.program)
-        shapes = setup.batch_shapes(dataset, config.training.batch_size, self.program)
-        self.step = shard_train_step(self.program).lower(self.state, self.window, shapes).compile()
-        batches = Batches(dataset, "train", config.training.batch_size)
-        put = setup.put_batch(self.program)
-        self.batches = [put(batches[k].batch) for k in range(8)]
-
-    def milliseconds(self, steps: int) -> float:
-        in_flight: collections.deque[jax.Array] = collections.deque()
-        begin = time.perf_counter()
-        for k in range(steps):
-            self.state, self.window, done = self.step(self.state, self.window, self.batches[k % len(self.batches)])
-            in_flight.append(done)
-            if len(in_flight) > IN_FLIGHT:
-                in_flight.popleft().block_until_ready()
-        jax.block_until_ready(self.state)
-        return (time.perf_counter() - begin) / steps * 1e3
 
 
 def _loop_milliseconds(config: Any) -> float:

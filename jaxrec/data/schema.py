@@ -17,6 +17,7 @@ from jaxrec.checks import one_of, require
 if TYPE_CHECKING:
     from jaxrec.data.timelines import Timelines
 
+SPLITS = ("train", "validation", "test")
 KINDS = ("categorical", "bag", "history")
 COMBINERS = ("sum", "mean", "none")
 

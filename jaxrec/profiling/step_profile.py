@@ -100,7 +100,7 @@ def measure(
       traced: Steps that are traced, after one more that is left out.
       threads: Of the input.
     """
-    stepper = _Stepper(config, dataset)
+    stepper = Stepper(config, dataset)
     stepper.resident(WARM_UP)
     warm_ms = stepper.resident(WARM_UP)
     steps = max(WARM_UP, math.ceil(1e3 * seconds / warm_ms))
@@ -136,7 +136,7 @@ def measure(
     )
 
 
-class _Stepper:
+class Stepper:
     """Takes steps of a config, and keeps their state."""
 
     def __init__(self, config: Config, dataset: Dataset):

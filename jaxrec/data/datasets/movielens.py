@@ -21,12 +21,11 @@ from jaxrec.checks import UserError, import_package, one_of, require
 from jaxrec.data.arrays import ArrayBlocks
 from jaxrec.data.block_writer import counted, prepare
 from jaxrec.data.blocks import Facts, columns_of, read
-from jaxrec.data.schema import COMBINERS, Dataset, FeatureSpec, Schema
+from jaxrec.data.schema import COMBINERS, SPLITS, Dataset, FeatureSpec, Schema
 from jaxrec.data.timelines import Timelines
 
 NAME = "movielens"
 VERSION = "1.1.0"
-SPLITS = ("train", "validation", "test")
 DENSE = ("user_mean", "user_log_count", "movie_mean", "movie_log_count")
 LIKED = 4.0
 # The auxiliary tasks: was the rating at least so high? Beside LIKED they order the stars below and above it.

@@ -145,11 +145,7 @@ def read(source: Source, bad_rows: BadRows) -> tuple[Ratings, int]:
             columns, bad = [], np.zeros(len(rows.lines), bool)
             for name, dtype in zip(_RATING, ("int64", "int64", "float64", "int64"), strict=True):
                 # A row that is malformed already is counted once.
-                left = rows.without(bad)
-                values, why = text_tables.numbers(left, name, dtype)
-                for i, said in why.items():
-                    bad_rows.add(path, int(left.lines[i]), said)
-                wrong = np.isin(np.arange(len(values)), list(why))
+                values, wrong = _numbers(rows.without(bad), name, dtype, path, bad_rows)
                 columns = [c[~wrong] for c in columns]
                 columns.append(values[~wrong])
                 bad[np.flatnonzero(~bad)[wrong]] = True
@@ -183,10 +179,7 @@ def _catalogue(source: Source, bad_rows: BadRows) -> tuple[np.ndarray, list[str]
     form = Format(layout.delimiters[1], layout.movie_names, encoding, quoted=layout.movie_names is None)
     for rows in text_tables.read(path, bad_rows, form, io.BytesIO(text)):
         _require_columns(path, rows, ("movieId", "title"))
-        ids, why = text_tables.numbers(rows, "movieId", "int64")
-        for i, said in why.items():
-            bad_rows.add(path, int(rows.lines[i]), said)
-        bad = np.isin(np.arange(len(ids)), list(why))
+        ids, bad = _numbers(rows, "movieId", "int64", path, bad_rows)
         kept = rows.without(bad)
         movies.append(ids[~bad])
         titles += kept.columns["title"].to_pylist()
@@ -196,6 +189,16 @@ def _catalogue(source: Source, bad_rows: BadRows) -> tuple[np.ndarray, list[str]
             flags = np.array([kept.columns[f"genre{i}"].to_pylist() for i in range(len(GENRES_100K))]).T
             genres += ["|".join(np.array(GENRES_100K)[row == "1"]) or "unknown" for row in flags]
     return np.concatenate(movies or [np.empty(0, np.int64)]), titles, np.array(genres, object)
+
+
+def _numbers(
+    rows: text_tables.Rows, name: str, dtype: str, path: Path, bad_rows: BadRows
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a column's numbers [n], and bool [n]: which rows are malformed, and are counted."""
+    values, why = text_tables.numbers(rows, name, dtype)
+    for i, said in why.items():
+        bad_rows.add(path, int(rows.lines[i]), said)
+    return values, np.isin(np.arange(len(values)), list(why))
 
 
 def _file(source: Source, name: str) -> IO[bytes]:

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrec.checks import UserError, one_of, require
-from jaxrec.data.schema import Block, Blocks, Dataset, FeatureSpec, Schema
+from jaxrec.data.schema import SPLITS, Block, Blocks, Dataset, FeatureSpec, Schema
 
 NAME = "synthetic"
 BLOCK_ROWS = 8192
-SPLITS = ("train", "validation", "test")
 
 # What a random stream is for, after the seed in its key: a table, the dense weights, or the blocks of a split.
 _TABLE, _DENSE, _BLOCK = 0, 1, 2

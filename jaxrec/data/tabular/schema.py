@@ -38,12 +38,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrec.checks import UserError, one_of, require
-from jaxrec.data.schema import COMBINERS
+from jaxrec.data.schema import COMBINERS, SPLITS
 from jaxrec.data.tabular.text_rows import Format
 
 # Ids of a feature that a row may have: a batch has room for as many of every row.
 LONGEST = 100_000
-SPLITS = ("train", "validation", "test")
 RULES = ("order", "time", "random", "user", "files", "last_file", "column")
 VOCABULARIES = ("frequency", "hash")
 TRANSFORMS = ("log", "standard", "none")
@@ -276,10 +275,7 @@ def parse(values: Mapping[str, Any], where: str, **overrides: Any) -> TableSchem
         optional_fields=_typed(files, "optional_fields", int, where, 0, "files."),
         files={s: _typed(files, s, str, where, "", "files.") for s in SPLITS if s in files},
     )
-    require(
-        not schema.name or all(c.isalnum() or c in "_-" for c in schema.name),
-        f"{where}: name is {schema.name!r}, but must consist of letters, digits, _ and -",
-    )
+    check_name(f"{where}: name", schema.name)
     require(
         schema.optional_fields >= 0,
         f"{where}: files.optional_fields is {schema.optional_fields}, but must be at least 0",
@@ -291,6 +287,12 @@ def parse(values: Mapping[str, Any], where: str, **overrides: Any) -> TableSchem
         raise UserError(f"{where}: {e}") from e
     schema.check(where)
     return schema
+
+
+def check_name(what: str, name: str) -> None:
+    """Raises `UserError` unless a data set can have the name; `what` says where it is given. It may be empty."""
+    good = all(c.isalnum() or c in "_-" for c in name)
+    require(good, f"{what} is {name!r}, but must consist of letters, digits, _ and -")
 
 
 def _column(name: str, values: Any, ids: Ids, where: str) -> TableColumn:
