@@ -55,6 +55,9 @@ def define_train() -> None:
     flags.DEFINE_string(
         "table_dtype", None, "Type of embedding tables: float32, or bfloat16 or float16 with stochastic rounding."
     )
+    flags.DEFINE_string(
+        "cpu_products", None, "Library of matrix products on CPUs: default (XLA's choice), or eigen; measure both."
+    )
     flags.DEFINE_string("matmul", None, "float32 matrix products on a GPU: float32, or tf32, which is faster.")
     flags.DEFINE_string("dense_sharding", None, "How dense parameters are spread: replicated, or fsdp (over model).")
     flags.DEFINE_float("capacity_margin", None, "Room of an exchange over the rows measured; 0: for the worst case.")
@@ -167,6 +170,7 @@ def resolve_config() -> Any:
     values = {
         "precision": FLAGS.precision,
         "matmul": FLAGS.matmul,
+        "cpu_products": FLAGS.cpu_products,
         "mesh": None if FLAGS.mesh is None else mesh.parse(FLAGS.mesh),
         "embedding.sharding": FLAGS.embedding_sharding,
         "embedding.dtype": FLAGS.table_dtype,

@@ -11,6 +11,9 @@ from jaxrec.checks import one_of, require
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 MATMULS = ("float32", "tf32")
+# Which library XLA sends matrix products on CPUs to: `default` is what it chooses itself, today YNNPACK. Neither is
+# the faster one everywhere: with batches of thousands of rows and float32, Eigen often is.
+CPU_PRODUCTS = ("default", "eigen")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,17 @@ class Policy:
             self.matmul != "tf32" or platform == "gpu",
             f"--matmul is 'tf32', which only GPUs have, but the devices are {platform}; float32 is what they have",
         )
+
+
+def compiler_options(cpu_products: str) -> dict[str, str]:
+    """Returns what XLA is told of `--cpu_products`; it changes nothing for other devices than CPUs.
+
+    Raises:
+      UserError: It is not one of `CPU_PRODUCTS`.
+    """
+    one_of("--cpu_products", cpu_products, CPU_PRODUCTS)
+    # No kind of operation is left to YNNPACK; what it does not take goes to Eigen.
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if cpu_products == "eigen" else {}
 
 
 def policy(name: str, table: str = "float32", matmul: str = "float32") -> Policy:

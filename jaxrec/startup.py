@@ -30,21 +30,26 @@ class PhaseClock:
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep what was freed, up to a quarter of a gigabyte, instead of giving it back to the system.
+    """Makes glibc keep what was freed, instead of giving it back to the system; to be called before threads start.
 
     The system clears pages that it hands out, one by one as they are first written. Blocks, batches and a step's
     buffers are megabytes large and short-lived: clearing their pages anew costs more than what is then done with them.
+    XLA allocates all temporaries of a step as one piece, which is larger than what glibc would ever take from its
+    heap: at the size `dlrm_balanced` half of the step's 100 MB of first writes were spent in the system. So the heap
+    serves pieces of every size, up to 2 GB of it stay when they are free, and there is one heap for all threads, as
+    those of others than the main thread are limited to 64 MiB.
 
     Returns:
-      Whether it did: other C libraries have no such option.
+      Whether it did: other C libraries have no such options.
     """
-    m_mmap_threshold, m_trim_threshold = -3, -1  # malloc.h
+    m_trim_threshold, m_mmap_threshold, m_mmap_max, m_arena_max = -1, -3, -4, -8  # malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    # The greatest threshold that glibc takes is 32 MiB.
-    return bool(mallopt(m_mmap_threshold, 32 << 20)) and bool(mallopt(m_trim_threshold, 256 << 20))
+    # Setting the threshold, to the greatest that glibc takes, keeps glibc from adapting it and the others.
+    wanted = ((m_mmap_threshold, 32 << 20), (m_mmap_max, 0), (m_trim_threshold, 2**31 - 1), (m_arena_max, 1))
+    return all([bool(mallopt(option, value)) for option, value in wanted])
 
 
 def seconds_since_process_start() -> float:

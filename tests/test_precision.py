@@ -8,7 +8,7 @@ from flax import nnx
 from jaxrec.checks import UserError
 from jaxrec.models.interactions import dot_interaction
 from jaxrec.models.layers import Linear
-from jaxrec.precision import PRECISIONS, policy
+from jaxrec.precision import CPU_PRODUCTS, PRECISIONS, compiler_options, policy
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -48,3 +48,18 @@ def test_every_product_carries_the_mode(matmul, precision):
         assert {str(x) for x in product.params["precision"]} == {precision}
         gradient = str(jax.make_jaxpr(jax.grad(lambda x, f=function: f(x).sum()))(jnp.ones(shape)))
         assert gradient.count(f"Precision.{precision}") >= 2 and "Precision.DEFAULT" not in gradient
+
+
+def test_the_library_of_products_is_chosen():
+    x, w = jnp.linspace(-1, 1, 256 * 128).reshape(256, 128), jnp.linspace(-1, 1, 128 * 64).reshape(128, 64)
+
+    def layer(x, w):
+        return jnp.maximum(x @ w, 0)
+
+    compiled = {
+        name: jax.jit(layer, compiler_options=compiler_options(name)).lower(x, w).compile() for name in CPU_PRODUCTS
+    }
+    if jax.devices()[0].platform == "cpu":
+        assert {name: "ynn" in c.as_text().lower() for name, c in compiled.items()} == {"default": True, "eigen": False}
+    for c in compiled.values():
+        assert jnp.allclose(c(x, w), layer(x, w), rtol=1e-5, atol=1e-5)

@@ -56,6 +56,7 @@ TRAIN = {
     "keep_last": (["--keep_last=0"], ["--keep_last is 0", "at least 1"]),
     "eval_batch": (["--set=training.eval_batch_size=-1"], ["training.eval_batch_size is -1", "at least 0"]),
     "table_dtype": (["--table_dtype=float8"], ["--table_dtype is 'float8'", "float32, bfloat16, float16"]),
+    "cpu_products_unknown": (["--cpu_products=mkl"], ["--cpu_products is 'mkl'", "default, eigen"]),
     "matmul_unknown": (["--matmul=fast"], ["--matmul is 'fast'", "float32, tf32"]),
     "matmul_on_cpu": (["--matmul=tf32"], ["--matmul is 'tf32'", "only GPUs have", "cpu"]),
     "matmul_of_bfloat16": (

@@ -39,5 +39,6 @@ def size(
             dim=dim, optimizer=SparseOptimizerConfig(name="adagrad", learning_rate=0.01, eps=1e-8)
         ),
         optimizer=DenseOptimizerConfig(name="adagrad", learning_rate=0.01, eps=1e-8),
+        cpu_products="eigen",
         training=TrainingConfig(steps=steps, batch_size=batch, eval_every=0, checkpoint_every=0),
     )  # fmt: skip

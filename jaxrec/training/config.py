@@ -17,7 +17,7 @@ from jaxrec.mesh import MeshConfig
 from jaxrec.models.dlrm import DLRMConfig
 from jaxrec.optim.dense import DenseOptimizerConfig
 from jaxrec.optim.schedule import ScheduleConfig
-from jaxrec.precision import Policy, policy
+from jaxrec.precision import Policy, compiler_options, policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +90,12 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     precision: str = "float32"
     matmul: str = "float32"
+    cpu_products: str = "default"
     dense_sharding: str = "replicated"
 
     def __post_init__(self):
         _ = self.policy
+        _ = compiler_options(self.cpu_products)
         one_of("--dense_sharding", self.dense_sharding, DENSE_SHARDINGS)
 
     @property
@@ -108,7 +110,7 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must share with the run it continues.
 
-        The mesh, shardings, the number of steps and the cadences may change.
+        The mesh, shardings, the library of products, the number of steps and the cadences may change.
         """
         d = self.as_dict()
         embedding = {k: v for k, v in d["embedding"].items() if k not in ("sharding", "capacity_margin")}

@@ -357,7 +357,11 @@ def _description(config: Config, program: Program) -> list[str]:
     lines = []
     if processes.count() > 1:
         lines.append(f"processes   {processes.count()}, of {jax.local_device_count()} devices here; process 0 writes")
-    lines.append(f"precision   {config.policy.describe(program.mesh.devices.flat[0].platform)}")
+    platform = program.mesh.devices.flat[0].platform
+    lines.append(f"precision   {config.policy.describe(platform)}")
+    if config.cpu_products != "default":
+        ignored = "" if platform == "cpu" else f", which is for CPUs, and does nothing on {platform}"
+        lines.append(f"products    by {config.cpu_products}{ignored}")
     lines += [f"embeddings  {line}" for line in program.plan.describe()]
     if config.dense_sharding == "fsdp":
         over = f"split over {config.mesh.model} devices of model" if config.mesh.model > 1 else "whole: model is 1"

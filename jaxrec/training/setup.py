@@ -24,6 +24,7 @@ from jaxrec.embeddings.tables import Table
 from jaxrec.fsdp import pack, stored_shape
 from jaxrec.optim import dense as dense_optim
 from jaxrec.optim.sparse import row_rule
+from jaxrec.precision import compiler_options
 from jaxrec.training.config import Config
 from jaxrec.training.state import LossScale, TrainState, Window, empty_window
 from jaxrec.training.step import FIRST_SCALE, Program
@@ -47,7 +48,8 @@ def build_program(
       UserError: The mesh does not fit the machine.
     """
     mesh = mesh_lib.create(config.mesh) if mesh is None else mesh
-    config.policy.check(mesh.devices.flat[0].platform)
+    platform = mesh.devices.flat[0].platform
+    config.policy.check(platform)
     schema = dataset.schema
     plan = plan_tables(config, schema)
     rngs = nnx.Rngs(params=config.training.seed)
@@ -67,6 +69,8 @@ def build_program(
         dense_shards=config.mesh.model if config.dense_sharding == "fsdp" else 1,
         dense_shapes=jax.eval_shape(lambda: dense),
         capacities={} if batches is None else measure_capacities(config, plan, batches),
+        # Other compilers than the CPU's need not know the option.
+        compiler_options=compiler_options(config.cpu_products) if platform == "cpu" else {},
     )
     return program, dense
 

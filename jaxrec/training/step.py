@@ -55,6 +55,7 @@ class Program:
       dense_shards: Over how many devices of `model` dense parameters and their optimizer's state are split; 1: none.
       dense_shapes: Of the whole dense parameters.
       capacities: Group -> rows that a device may send to another in a training step; see `sharded`.
+      compiler_options: For XLA; see `precision.compiler_options`.
     """
 
     graphdef: Any
@@ -70,6 +71,7 @@ class Program:
     loss_scaled: bool = False
     dense_shards: int = 1
     capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -334,7 +336,7 @@ def shard_train_step(program: Program) -> jax.stages.Wrapped:
         out_specs=(specs, REPLICATED, REPLICATED),
         check_vma=False,
     )
-    return jax.jit(body, donate_argnums=(0, 1))
+    return jax.jit(body, donate_argnums=(0, 1), compiler_options=dict(program.compiler_options))
 
 
 def shard_predict_step(program: Program) -> jax.stages.Wrapped:
@@ -347,4 +349,4 @@ def shard_predict_step(program: Program) -> jax.stages.Wrapped:
         out_specs=REPLICATED if is_shared(program.mesh) else BATCH,
         check_vma=False,
     )
-    return jax.jit(body)
+    return jax.jit(body, compiler_options=dict(program.compiler_options))
