@@ -25,6 +25,8 @@ Arrays = Mapping[str, np.ndarray]
 # and FBGEMM no element-wise one on CPU; a ratio across the two would compare optimizers, so there is none.
 OPTIMIZERS = {"pytorch-eager": "adagrad", "pytorch-compiled": "adagrad", "pytorch-fbgemm": "rowwise_adagrad"}
 ID_TYPES = ("int32", "int64")
+# How the stacks of `EmbeddingBag` hold their tables: one bag a table, or one for all.
+LAYOUTS = ("separate", "joined")
 
 
 class Stack(Protocol):
@@ -72,19 +74,21 @@ def paired(config: Config, stack: str) -> Config:
     return dataclasses.replace(config, embedding=dataclasses.replace(config.embedding, optimizer=optimizer))
 
 
-def builder(stack: str, device: str = "cpu", id_type: str = "int64") -> Builder:
+def builder(stack: str, device: str = "cpu", id_type: str = "int64", layout: str = "separate") -> Builder:
     """Returns the function that builds a PyTorch stack.
 
     Args:
       stack: One of `OPTIMIZERS`.
       device: As torch names it: `cpu`, `cuda`.
       id_type: Of ids and offsets on the device, one of `ID_TYPES`.
+      layout: One of `LAYOUTS`; of no matter to `pytorch-fbgemm`, whose operation has all tables in one.
 
     Raises:
       UserError: PyTorch (or, for `pytorch-fbgemm`, FBGEMM) is not installed, or there is no such stack.
     """
     one_of("--stack", stack, tuple(OPTIMIZERS))
     one_of("the type of ids", id_type, ID_TYPES)
+    one_of("the layout of tables", layout, LAYOUTS)
     # OpenMP reads it once, as torch is imported. Threads that spin between parallel regions made the sparse operators
     # of PyTorch 5 to 10 times slower on two shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -105,6 +109,10 @@ def builder(stack: str, device: str = "cpu", id_type: str = "int64") -> Builder:
             from experiments.baselines.fused_tables import FusedTables
 
             tables = FusedTables(config, dataset.schema, device, id_type)
+        elif layout == "joined":
+            from experiments.baselines.joined_bag import JoinedBag
+
+            tables = JoinedBag(config, dataset.schema, device, id_type)
         else:
             from experiments.baselines.embedding_bags import EmbeddingBags
 

@@ -11,7 +11,6 @@ drawing synthetic rows is the data set's own work.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import tempfile
 from typing import Any
 
@@ -19,11 +18,10 @@ import numpy as np
 from absl import flags
 
 from experiments import study
+from experiments.drawn import Drawn
 from experiments.step_overhead.report import render
 from jaxrec import flags as jaxrec_flags
 from jaxrec.configs import catalogue, overrides
-from jaxrec.data.arrays import ArrayBlocks
-from jaxrec.data.schema import DataConfig, Dataset
 from jaxrec.profiling.step_profile import Stepper
 from jaxrec.reporting import record as record_lib
 from jaxrec.training.loop import Options, train
@@ -35,26 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "default, rows drawn meanwhile": {},
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """Rows of another data set, drawn once and kept in memory."""
-
-    data: DataConfig
-
-    def open(self, data_dir: str) -> Dataset:
-        return _drawn(self.data, data_dir)
-
-
-@functools.cache
-def _drawn(data: DataConfig, data_dir: str) -> Dataset:
-    dataset = data.open(data_dir)
-    splits = {}
-    for name, split in dataset.splits.items():
-        blocks = [split[k] for k in range(len(split))]
-        splits[name] = ArrayBlocks({c: np.concatenate([b[c] for b in blocks]) for c in blocks[0]}, split.block_rows)
-    return dataclasses.replace(dataset, splits=splits)
 
 
 def define_flags() -> None:

@@ -56,11 +56,15 @@ def pool(group: Group, vectors: jax.Array, lengths: jax.Array) -> dict[str, jax.
         v = vectors[:, start : start + segment.slots]
         v = v.reshape(v.shape[0], len(segment.features), segment.length, v.shape[-1])  # [B, F, L, D]
         start += segment.slots
-        if segment.combiner != "none":
-            v = v.sum(axis=2) if segment.length > 1 else v[:, :, 0]
-            if segment.combiner == "mean" and segment.bags:
-                v = v * _inverse_length(segment, lengths)[..., None]
-        pooled |= {name: v[:, i] for i, name in enumerate(segment.features)}
+        if segment.combiner == "none":
+            pooled |= {name: v[:, i] for i, name in enumerate(segment.features)}
+            continue
+        v = v.sum(axis=2) if segment.length > 1 else v[:, :, 0]
+        if segment.combiner == "mean" and segment.bags:
+            v = v * _inverse_length(segment, lengths)[..., None]
+        # Cut from one matrix, so that XLA finds the features side by side again where a model puts them so.
+        side_by_side, D = v.reshape(v.shape[0], -1), v.shape[-1]
+        pooled |= {name: side_by_side[:, i * D : (i + 1) * D] for i, name in enumerate(segment.features)}
     return pooled
 
 
@@ -71,8 +75,13 @@ def spread(group: Group, gradients: Mapping[str, jax.Array], lengths: jax.Array)
     """
     parts = []
     for segment in group.segments:
-        g = jnp.stack([gradients[name] for name in segment.features], axis=1)  # [B, F, D] or [B, F, L, D]
-        if segment.combiner != "none":
+        of_features = [gradients[name] for name in segment.features]
+        if segment.combiner == "none":
+            g = jnp.stack(of_features, axis=1)  # [B, F, L, D]
+        else:
+            g = jnp.concatenate(of_features, axis=1).reshape(
+                -1, len(of_features), of_features[0].shape[-1]
+            )  # [B, F, D]
             if segment.combiner == "mean" and segment.bags:
                 g = g * _inverse_length(segment, lengths)[..., None]
             g = jnp.broadcast_to(g[:, :, None], (*g.shape[:2], segment.length, g.shape[-1]))

@@ -233,6 +233,11 @@ class Plan:
     def tables(self) -> tuple[TableSpec, ...]:
         return tuple(t for g in self.groups for t in g.tables)
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names, in the order in which groups pool them."""
+        return tuple(f for g in self.groups for s in g.segments for f in s.features)
+
     def describe(self) -> list[str]:
         """One line a group, for the run's log."""
         return [g.describe() for g in self.groups]

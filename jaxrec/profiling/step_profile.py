@@ -108,18 +108,9 @@ def measure(
     for _ in range(samples):
         resident_ms.append(stepper.resident(steps))
         fed_ms.append(stepper.fed(steps, threads))
-    trace = stepper.trace(workdir, traced + 1)
-    module = Module(stepper.compiled.as_text() or "")
-    times = op_events.op_times(op_events.read(Path(workdir) / trace), module.name)
-    regions = join(module, times, skip=1)
-    model = stepper.model()
-    flops = 0.0
-    if isinstance(model, DLRM):
-        flops = step_flops(model, config.embedding.dim, config.training.batch_size // config.mesh.size)
-    facts = program.describe(stepper.compiled, module, flops)
-    row_bytes = config.embedding.dim * np.dtype(config.policy.table).itemsize
-    table_bytes = max(t.weights.addressable_shards[0].data.nbytes for t in stepper.state.tables.values())
-    ceilings = hardware.measure(config.policy, row_bytes, table_bytes, samples=samples)
+    module, regions, trace = stepper.regions(workdir, traced)
+    facts = program.describe(stepper.compiled, module, stepper.model_flops())
+    ceilings = stepper.ceilings(samples)
     split = roofline.split(module, regions, ceilings)
     return StepProfile(
         regions=regions,
@@ -137,21 +128,45 @@ def measure(
 
 
 class Stepper:
-    """Takes steps of a config, and keeps their state."""
+    """Takes steps of a config, and keeps their state.
+
+    Attributes:
+      compiled: The training step, compiled ahead of time.
+      compile_seconds: How long tracing, lowering and compiling it took.
+    """
 
     def __init__(self, config: Config, dataset: Dataset):
+        self._config = config
         self._batches = setup.training_batches(config, dataset)
         self.program, self._dense = setup.build_program(config, dataset, self._batches)
         self.state, self.window = setup.initial_state(self.program, self._dense), setup.new_window(self.program)
         shapes = setup.batch_shapes(dataset, config.training.batch_size, self.program)
+        begin = time.perf_counter()
         self.compiled = shard_train_step(self.program).lower(self.state, self.window, shapes).compile()
+        self.compile_seconds = time.perf_counter() - begin
         self._put = setup.put_batch(self.program)
         count = min(RESIDENT_BATCHES, len(self._batches))
         self._resident = [self._put(self._batches[k].batch) for k in range(count)]
 
-    def model(self) -> Any:
-        """Returns the model with whole parameters."""
-        return nnx.merge(self.program.graphdef, self._dense)
+    def model_flops(self) -> float:
+        """Returns the FLOPs of a device's step by the model's definition; 0 where that is not known."""
+        model, config = nnx.merge(self.program.graphdef, self._dense), self._config
+        if not isinstance(model, DLRM):
+            return 0.0
+        return step_flops(model, config.embedding.dim, config.training.batch_size // config.mesh.size)
+
+    def ceilings(self, samples: int) -> hardware.Ceilings:
+        """Measures the device's ceilings for the rows and the products of this step."""
+        row_bytes = self._config.embedding.dim * np.dtype(self._config.policy.table).itemsize
+        table_bytes = max(t.weights.addressable_shards[0].data.nbytes for t in self.state.tables.values())
+        return hardware.measure(self._config.policy, row_bytes, table_bytes, samples=samples)
+
+    def regions(self, workdir: str, traced: int) -> tuple[Module, Regions, str]:
+        """Traces steps, after one that is left out; returns the program, its regions and the trace's folder."""
+        trace = self.trace(workdir, traced + 1)
+        module = Module(self.compiled.as_text() or "")
+        times = op_events.op_times(op_events.read(Path(workdir) / trace), module.name)
+        return module, join(module, times, skip=1), trace
 
     def resident(self, steps: int) -> float:
         """Returns the ms of a step on batches that are on the device already."""
@@ -167,6 +182,13 @@ class Stepper:
         with DevicePrefetch(source, self._put, depth=1) as ahead:
             self._take(held, lambda: next(ahead)[0])
             return self._take(steps, lambda: next(ahead)[0])
+
+    def train(self, first: int, end: int, threads: int) -> float:
+        """Takes the steps first <= k < end with the batches of those numbers; returns their seconds, input included."""
+        begin = time.perf_counter()
+        with DevicePrefetch(stream(self._batches, first, end, threads=threads), self._put) as ahead:
+            self._take(end - first, lambda: next(ahead)[0])
+        return time.perf_counter() - begin
 
     def trace(self, workdir: str, steps: int) -> str:
         """Traces steps, one after the other; returns the trace's folder, relative to the workdir."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -109,8 +110,8 @@ def train_step(
     """One update, seen from one device.
 
     The loss is the weighted mean over the global batch of the tasks' sum, to which the auxiliary tasks add
-    `auxiliary_weight` times their mean; gradients are divided by the global weight once. The window's sums and weight
-    run over rows and tasks without the auxiliary ones, so that its loss is a mean over both. Inside, nothing is summed
+    `auxiliary_weight` times their mean; it is divided by the global weight before it is differentiated, so that no
+    gradient needs a pass for that (a scaled loss is not, lest its gradients vanish). The window's sums and weight run over rows and tasks without the auxiliary ones, so that its loss is a mean over both. Inside, nothing is summed
     over devices but by the psums written here (check_vma is off, so gradients stay local).
 
     Returns:
@@ -124,8 +125,11 @@ def train_step(
         activations, routes = tables_lib.look_up(
             plan, state.tables, ids, lengths, program.axis_sizes, program.capacities
         )
+    with jax.named_scope("gradient_sum"):
+        total_weight = psum(jnp.sum(weight), mesh)
+        mean = 1.0 / jnp.maximum(total_weight, jnp.finfo(jnp.float32).tiny)
 
-    def loss_sum(dense: Any, activations: dict[str, jax.Array]):
+    def scaled_loss(dense: Any, activations: dict[str, jax.Array]):
         model = nnx.merge(program.graphdef, dense)
         logits = model(dense_features, activations, _dropout_source(program, state.step, ids.shape[0]))
         with jax.named_scope("loss"):
@@ -134,11 +138,14 @@ def train_step(
             objective = loss
             if labels.shape[1] > tasks:
                 objective += program.auxiliary_weight * jnp.sum(weight * losses_BT[:, tasks:].mean(axis=1))
-            scaled = objective * state.loss_scale.scale if program.loss_scaled else objective
-            return scaled, (objective, loss, logits[:, :tasks])
+            return objective * (state.loss_scale.scale if program.loss_scaled else mean), (
+                objective,
+                loss,
+                logits[:, :tasks],
+            )
 
     (_, (objective, loss, logits)), (d_dense, d_activations) = jax.value_and_grad(
-        loss_sum, argnums=(0, 1), has_aux=True
+        scaled_loss, argnums=(0, 1), has_aux=True
     )(state.dense, activations)
     with jax.named_scope("gradient_sum"):
         weight_BT = jnp.broadcast_to(weight[:, None], logits.shape)
@@ -146,14 +153,14 @@ def train_step(
             loss,
             jnp.sum(weight_BT * jax.nn.sigmoid(logits)),
             jnp.sum(weight_BT * labels[:, :tasks]),
-            jnp.sum(weight_BT),
+            jnp.zeros(()),
         )
         sums, objective = psum((sums, objective), mesh)
+        sums = sums._replace(weight=tasks * total_weight)
         d_dense = _sum_dense(program, d_dense)
-        scale = tasks / jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
         if program.loss_scaled:
-            scale /= state.loss_scale.scale
-        d_dense, d_activations = jax.tree.map(lambda g: g * scale, (d_dense, d_activations))
+            scale = mean / state.loss_scale.scale
+            d_dense, d_activations = jax.tree.map(lambda g: g * scale, (d_dense, d_activations))
     rate = factor(program.schedule, state.step)
     with jax.named_scope("embedding_update"):
         row_gradients = tables_lib.merge_gradients(
@@ -267,14 +274,14 @@ def _faults(
         "exchange holds": overflow > 0
         for name, overflow in overflows.items()
     }
-    tensors = _not_finite(loss, d_dense, d_activations, dense, optimizer, proposals)
+    tensors = _not_finite(program.plan, loss, d_dense, d_activations, dense, optimizer, proposals)
     # Finite gradients may have squares that are not: clipping would then make every update 0, and hide it.
     tensors["global norm of the gradients"] = ~jnp.isfinite(norm).all()
     return named | {f"{name} is not finite": is_bad for name, is_bad in tensors.items()}
 
 
 def _not_finite(
-    loss: Any, d_dense: Any, d_activations: Any, dense: Any, optimizer: Any, proposals: Any
+    plan: Plan, loss: Any, d_dense: Any, d_activations: Any, dense: Any, optimizer: Any, proposals: Any
 ) -> dict[str, jax.Array]:
     """Returns a bool per checked tensor."""
 
@@ -282,7 +289,7 @@ def _not_finite(
         return ~jnp.all(jnp.isfinite(x))
 
     named = {"loss": bad(loss)}
-    named |= {f"gradient of embedding feature {k}": bad(g) for k, g in d_activations.items()}
+    named |= {f"gradient of embedding feature {k}": b for k, b in _bad_features(plan, d_activations).items()}
     named |= {f"gradient of {_path(p)}": bad(g) for p, g in jax.tree_util.tree_leaves_with_path(d_dense)}
     named |= {f"updated {_path(p)}": bad(w) for p, w in jax.tree_util.tree_leaves_with_path(dense)}
     # The square of a finite gradient may overflow, and g / (sqrt(inf) + eps) = 0 would hide it.
@@ -292,6 +299,17 @@ def _not_finite(
             jnp.stack([bad(s) for s in p.slots.values()] or [jnp.array(False)])
         )
     return named
+
+
+def _bad_features(plan: Plan, d_activations: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns a bool per feature.
+
+    All are swept at once, in the order in which they were pooled: a model's gradient has them side by side.
+    """
+    flat = {name: d_activations[name].reshape(d_activations[name].shape[0], -1) for name in plan.features}
+    bad_columns = ~jnp.all(jnp.isfinite(jnp.concatenate(list(flat.values()), axis=1)), axis=0)
+    ends = dict(zip(flat, np.cumsum([g.shape[1] for g in flat.values()]), strict=True))
+    return {name: jnp.any(bad_columns[ends[name] - flat[name].shape[1] : ends[name]]) for name in d_activations}
 
 
 def _path(path: Any) -> str:
@@ -305,7 +323,6 @@ def _path(path: Any) -> str:
 def checks(program: Program, state: TrainState) -> list[str]:
     """Returns what `TrainState.failed_check` indexes: for each check, what is wrong where it fails."""
     scalar = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    features = [f for g in program.plan.groups for s in g.segments for f in s.features]
     proposals = {
         g.name: tables_lib.Proposal(scalar, scalar, dict.fromkeys(g.rule.slots, scalar), scalar)  # pyright: ignore[reportArgumentType]
         for g in program.plan.groups
@@ -318,7 +335,7 @@ def checks(program: Program, state: TrainState) -> list[str]:
         scalar,
         scalar,
         state.dense,
-        dict.fromkeys(features, scalar),
+        dict.fromkeys(program.plan.features, scalar),
         state.dense,
         state.optimizer,
         proposals,
