@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrec.reporting.record import find
+from jaxrec.reporting.sections import environment
 
+QUESTION = (
+    "What does a training step need on a TPU slice, on 8 and 32 H100, on 256 devices: memory per device, collectives and "
+    "their bytes?"
+)
 OPS = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 
 
 def render(record: Mapping[str, Any]) -> str:
     """Returns report.md."""
-    targets, layouts, env = record["targets"], list(record["layouts"]), record["environment"]
-    present = {(r["case"], r["name"], r["metric"]) for r in record["rows"]}
-
-    def value(target: str, layout: str, metric: str) -> float:
-        if (target, layout, metric) not in present:
-            return 0.0
-        return find(record, case=target, name=layout, metric=metric)["median"]
+    targets, layouts = record["targets"], list(record["layouts"])
+    value, total = functools.partial(_value, record), functools.partial(_total, record)
 
     def mib(target: str, layout: str, metric: str) -> str:
         return f"{value(target, layout, metric) / 2**20:,.1f}"
 
-    def total(target: str, layout: str) -> float:
-        return sum(value(target, layout, m) for m in ("arguments", "temporaries", "not aliased outputs"))
-
     lines = [
         "# The training step on devices that are not here",
         "",
-        "**Question.** What does a training step need on a TPU slice, on 8 and 32 H100, on 256 devices: memory per device, "
-        "collectives and their bytes?",
+        f"**Question.** {QUESTION}",
         "",
-        f"**Answer.** {_answer(targets, layouts, total, value)} Every figure here is **compiled, not run**: it says nothing "
-        "about speed.",
+        f"**Answer.** {_answer(record)} Every figure here is **compiled, not run**: it says nothing about speed.",
         "",
         f"The step is that of `{record['config']}` with row-wise Adagrad, products in bfloat16, and "
         f"{record['rows_of_device']:,} rows of the batch a device (Zipf ids, exchange capacities "
@@ -67,7 +63,7 @@ def render(record: Mapping[str, Any]) -> str:
             "donated, but the layout that it gives to the step's parameters is not the one that its scatter wants. That is to "
             "be mended before training there, by fixing the layout of the tables.",
         ]
-    used = [op for op in OPS if any(m == f"number of {op}" for _, _, m in present)]
+    used = [op for op in OPS if any(r["metric"] == f"number of {op}" for r in record["rows"])]
     lines += [
         "",
         "## What a device receives in a step, MiB (number of operations)",
@@ -99,7 +95,7 @@ def render(record: Mapping[str, Any]) -> str:
         "",
         "    make compile_only PYTHON=python3.12 VENV=.venv312   # installs the compilers, compiles, writes this report",
         "",
-        f"Python {env['versions']['python']}, jax {env['versions']['jax']}.",
+        environment(record),
         "",
         "## What limits the conclusion",
         "",
@@ -121,14 +117,41 @@ def render(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _answer(targets: Mapping[str, Any], layouts: list[str], total: Any, value: Any) -> str:
+def finding(record: Mapping[str, Any]) -> str:
+    """Returns the answer in a sentence."""
+    needs = [[_total(record, t, layout) / 2**20 for layout in _extremes(record, t)] for t in record["targets"]]
+    (low, high), (least, most) = ((min(mib), max(mib)) for mib in zip(*needs, strict=True))
+    return (
+        f"The leanest layout needs {low:,.0f} to {high:,.0f} MiB of a device, the largest {least:,.0f} to {most:,.0f} MiB, "
+        f"over {', '.join(record['targets'])}: compiled, not run."
+    )
+
+
+def _answer(record: Mapping[str, Any]) -> str:
     parts = []
-    for target in targets:
-        by_layout = {layout: total(target, layout) for layout in layouts}
-        least, most = min(by_layout, key=by_layout.__getitem__), max(by_layout, key=by_layout.__getitem__)
+    for target in record["targets"]:
         said = [
-            f"{layout} needs {by_layout[layout] / 2**20:,.0f} MiB and receives {value(target, layout, 'received') / 2**20:,.0f} MiB a step"
-            for layout in (least, most)
+            f"{layout} needs {_total(record, target, layout) / 2**20:,.0f} MiB and receives "
+            f"{_value(record, target, layout, 'received') / 2**20:,.0f} MiB a step"
+            for layout in _extremes(record, target)
         ]
         parts.append(f"{target}: on a device {', '.join(said)}")
     return "; ".join(parts) + "."
+
+
+def _extremes(record: Mapping[str, Any], target: str) -> tuple[str, str]:
+    """Returns the layouts that need the least and the most memory."""
+    by_layout = {layout: _total(record, target, layout) for layout in record["layouts"]}
+    return min(by_layout, key=by_layout.__getitem__), max(by_layout, key=by_layout.__getitem__)
+
+
+def _total(record: Mapping[str, Any], target: str, layout: str) -> float:
+    return sum(_value(record, target, layout, m) for m in ("arguments", "temporaries", "not aliased outputs"))
+
+
+def _value(record: Mapping[str, Any], target: str, layout: str, metric: str) -> float:
+    """Returns a row's value; 0 for an operation that a program does not have."""
+    where = {"case": target, "name": layout, "metric": metric}
+    if not any(all(r[k] == v for k, v in where.items()) for r in record["rows"]):
+        return 0.0
+    return find(record, **where)["median"]

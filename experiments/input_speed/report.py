@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrec.reporting import plots
 from jaxrec.reporting.record import find
+from jaxrec.reporting.sections import command, environment
 
+QUESTION = "How fast are tables prepared, and how fast are batches made of them, compared with what a step needs?"
 STAGES = ("read", "decode", "shuffle", "batch", "transfer", "together")
 # What was asked of each figure.
 ASKED = {
@@ -17,8 +21,7 @@ MEMORY_GIB, WAIT = 2.0, 5.0
 
 def render(record: Mapping[str, Any]) -> str:
     """Returns report.md."""
-    env, sizes = record["environment"], record["sizes"]
-    cases = list(dict.fromkeys(r["case"] for r in record["rows"] if r["name"] == "together"))
+    sizes, cases = record["sizes"], _cases(record)
 
     def rate(name: str, case: str, metric: str = "rate") -> str:
         row = find(record, name=name, case=case, metric=metric)
@@ -27,8 +30,7 @@ def render(record: Mapping[str, Any]) -> str:
             f"{row['median']:,.0f} ({low:,.0f} to {high:,.0f})" if len(row["samples"]) > 1 else f"{row['median']:,.0f}"
         )
 
-    def median(name: str, case: str, metric: str = "rate") -> float:
-        return find(record, name=name, case=case, metric=metric)["median"]
+    median = functools.partial(_median, record)
 
     def met(value: float, least: float) -> str:
         return "met" if value >= least else "**not met**"
@@ -53,11 +55,9 @@ def render(record: Mapping[str, Any]) -> str:
     return "\n".join([
         "# How fast the input is",
         "",
-        "**Question.** How fast are tables prepared, and how fast are batches made of them, compared with what a step needs?",
+        f"**Question.** {QUESTION}",
         "",
-        f"**Answer.** One core makes {median('together', cases[0]):,.0f} device-ready rows a second of Criteo's shape, and "
-        f"{median('together', 'a history of 50'):,.0f} with a history of 50 cut from timelines; it prepares "
-        f"{median('Criteo text prepared', 'one core, frequency'):,.0f} rows a second of Criteo's text. Every figure here is **measured**.",
+        f"**Answer.** {finding(record)} Every figure here is **measured**.",
         "",
         "| what | median (spread) | asked |",
         "|---|---|---|",
@@ -70,6 +70,8 @@ def render(record: Mapping[str, Any]) -> str:
         "",
         "Stage by stage, each alone on one core, in rows per second:",
         "",
+        "![Rows per second of each stage of the input, for each shape of rows](stages.svg)",
+        "",
         "| stage | " + " | ".join(cases) + " |",
         "|---|" + "---|" * len(cases),
         *(f"| {s} | " + " | ".join(rate(s, c) for c in cases) + " |" for s in STAGES),
@@ -79,10 +81,9 @@ def render(record: Mapping[str, Any]) -> str:
         "",
         "## How to run",
         "",
-        "    python -m experiments.input_speed.run --mode=all",
+        command(record),
         "",
-        f"{env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB; Python {env['versions']['python']}, jax "
-        f"{env['versions']['jax']}; load average before writing {record['load_average'][0]}. {sizes['short']:,} rows of text in the form of "
+        f"{environment(record)} {sizes['short']:,} rows of text in the form of "
         "Criteo's train.txt, with its cardinalities, drawn from a power law; batches of 4,096 rows.",
         "",
         "## What limits the conclusion",
@@ -98,3 +99,35 @@ def render(record: Mapping[str, Any]) -> str:
         "The same with several reading threads beside a GPU, whose step leaves the cores to the input.",
         "",
     ])  # fmt: skip
+
+
+def finding(record: Mapping[str, Any]) -> str:
+    """Returns the answer in a sentence."""
+    median = functools.partial(_median, record)
+    return (
+        f"One core makes {median('together', _cases(record)[0]):,.0f} device-ready rows a second of Criteo's shape, and "
+        f"{median('together', 'a history of 50'):,.0f} with a history of 50 cut from timelines; it prepares "
+        f"{median('Criteo text prepared', 'one core, frequency'):,.0f} rows a second of Criteo's text."
+    )
+
+
+def figures(record: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the report's pictures."""
+    cases = _cases(record)
+    rows = {c: [find(record, name=s, case=c, metric="rate") for s in STAGES] for c in cases}
+    stages = plots.grouped_bars(
+        STAGES,
+        {c: [row["median"] for row in rows[c]] for c in cases},
+        unit="rows per second, on one core",
+        title="How fast each stage of the input is, alone and together: median and spread",
+        spreads={c: [(min(row["samples"]), max(row["samples"])) for row in rows[c]] for c in cases},
+    )
+    return {"stages.svg": stages}
+
+
+def _cases(record: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(r["case"] for r in record["rows"] if r["name"] == "together"))
+
+
+def _median(record: Mapping[str, Any], name: str, case: str, metric: str = "rate") -> float:
+    return find(record, name=name, case=case, metric=metric)["median"]

@@ -23,7 +23,7 @@ import numpy as np
 from absl import flags
 
 from experiments import study
-from experiments.input_speed.report import render
+from experiments.input_speed.report import figures, render
 from jaxrec import flags as jaxrec_flags
 from jaxrec.checks import UserError
 from jaxrec.reporting import record as record_lib
@@ -80,7 +80,7 @@ def define_flags() -> None:
 def main() -> int:
     """Runs the study; returns the exit status."""
     small = Sizes(long=30_000, short=20_000, events=20_000, repeats=1, seconds=0.05, steps=5, whole=False)
-    return study.run(measure=lambda: measure(Sizes()), smoke=lambda: measure(small), render=render)
+    return study.run(measure=lambda: measure(Sizes()), smoke=lambda: measure(small), render=render, figures=figures)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:

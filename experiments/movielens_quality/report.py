@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrec.reporting.record import find
+from jaxrec.reporting.sections import command, environment
+
+QUESTION = "Is the default DLRM better than logistic regression on exactly the same rows and features?"
 
 
 def headline(record: Mapping[str, Any]) -> str:
     """Returns the table and the sentence that README.md shows."""
-    return "\n".join([*_table(record), "", _answer(record)])
+    return "\n".join([*_table(record), "", finding(record)])
 
 
 def _value(record: Mapping[str, Any], name: str, case: str, metric: str) -> float:
@@ -27,7 +30,8 @@ def _interval(record: Mapping[str, Any], metric: str) -> tuple[float, ...]:
     return tuple(_value(record, "dlrm - logistic_regression", c, metric) for c in ("difference", "2.5 %", "97.5 %"))
 
 
-def _answer(record: Mapping[str, Any]) -> str:
+def finding(record: Mapping[str, Any]) -> str:
+    """Returns the answer in a sentence."""
     auc, ne = _interval(record, "auc"), _interval(record, "ne")
     better = auc[0] > 0 and ne[0] < 0
     certain = auc[1] > 0 and ne[2] < 0
@@ -69,22 +73,20 @@ def _table(record: Mapping[str, Any]) -> list[str]:
 
 def render(record: Mapping[str, Any]) -> str:
     """Returns report.md."""
-    env = record["environment"]
-
     value = functools.partial(_value, record)
     seconds = _samples(record, "dlrm", "train", "seconds")
     lines = [
         "# MovieLens: the default model beside logistic regression",
         "",
-        "**Question.** Is the default DLRM better than logistic regression on exactly the same rows and features?",
+        f"**Question.** {QUESTION}",
         "",
-        f"**Answer.** {_answer(record)} Every figure here is **measured**.",
+        f"**Answer.** {finding(record)} Every figure here is **measured**.",
         "",
         *_table(record),
         "",
         "## How to run",
         "",
-        "    python -m experiments.movielens_quality.run --mode=all",
+        command(record),
         "",
         "## Data",
         "",
@@ -117,9 +119,7 @@ def render(record: Mapping[str, Any]) -> str:
         "",
         "## Environment",
         "",
-        f"{env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB; Python {env['versions']['python']}, "
-        f"jax {env['versions']['jax']}, flax {env['versions']['flax']}; load average before writing "
-        f"{record['load_average'][0]}.",
+        environment(record),
         "",
         "## What limits the conclusion",
         "",

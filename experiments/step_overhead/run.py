@@ -19,7 +19,7 @@ from absl import flags
 
 from experiments import study
 from experiments.drawn import Drawn
-from experiments.step_overhead.report import render
+from experiments.step_overhead.report import figures, render
 from jaxrec import flags as jaxrec_flags
 from jaxrec.configs import catalogue, overrides
 from jaxrec.profiling.step_profile import Stepper
@@ -44,7 +44,12 @@ def define_flags() -> None:
 def main() -> int:
     """Runs the study; returns the exit status."""
     values = flags.FLAGS
-    return study.run(measure=lambda: measure(values.repeats, values.steps), smoke=lambda: measure(2, 20), render=render)
+    return study.run(
+        measure=lambda: measure(values.repeats, values.steps),
+        smoke=lambda: measure(2, 20),
+        render=render,
+        figures=figures,
+    )
 
 
 def measure(repeats: int, steps: int) -> dict[str, Any]:

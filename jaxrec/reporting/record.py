@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,9 @@ from jaxrec.checks import UserError, one_of
 
 SCHEMA_VERSION = 1
 CLAIMS = ("measured", "compiled, not run", "proposal")
+
+# In an argument; a record names no absolute path.
+_ABSOLUTE = re.compile(r"(?:^|(?<=[=,:]))[~/][^,]*")
 
 
 def row(
@@ -46,8 +50,8 @@ def make(study: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> dict[st
     return {
         "schema_version": SCHEMA_VERSION,
         "study": study,
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "git": _git_state(),
+        "argv": [Path(sys.argv[0]).name, *(_ABSOLUTE.sub("PATH", a) for a in sys.argv[1:])],
+        "git": git_state(),
         "environment": environment.describe(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
         **facts,
@@ -87,7 +91,8 @@ def find(record: Mapping[str, Any], **where: str) -> dict[str, Any]:
     return rows[0]
 
 
-def _git_state() -> dict[str, Any]:
+def git_state() -> dict[str, Any]:
+    """Returns the commit that the code is at, and whether the code differs from it."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*args: str) -> str:
