@@ -28,9 +28,10 @@ _STYLE = f"""
 :root {{ color-scheme: light dark; --ink: {INK_LIGHT}; --ground: #ffffff; --quiet: #59636e; --line: #d1d9e0;
   --shade: #f6f8fa; --link: #0969da; }}
 @media (prefers-color-scheme: dark) {{
-  :root {{ --ink: {INK_DARK}; --ground: #0d1117; --quiet: #9198a1; --line: #3d444d; --shade: #151b23; --link: #4493f8; }}
+  :root {{ --ink: {INK_DARK}; --ground: #0d1117; --quiet: #9198a1; --line: #3d444d; --shade: #151b23;
+    --link: #4493f8; }}
 }}
-body {{ margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 60rem; color: var(--ink); background: var(--ground);
+body {{ margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 70rem; color: var(--ink); background: var(--ground);
   font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }}
 h1, h2, h3 {{ line-height: 1.25; margin: 2em 0 0.6em; }}
 h1 {{ font-size: 1.75rem; margin-top: 0; }}

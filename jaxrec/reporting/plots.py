@@ -23,18 +23,19 @@ from typing import Any
 from jaxrec.checks import import_package
 from jaxrec.profiling.regions import OTHER
 
-# Okabe and Ito, "Color Universal Design" (2008), those that stand out from white and from black alike.
+# The first ones are Okabe and Ito's ("Color Universal Design", 2008); the others were chosen so that all remain apart
+# for readers who do not tell red from green, and stand out from white and from black. tests/test_plots.py measures it.
 STACK_COLORS = {
-    "jax": "#0072b2", "pytorch-eager": "#d55e00", "pytorch-compiled": "#cc79a7", "pytorch-fbgemm": "#009e73",
+    "jax": "#0072b2", "pytorch-eager": "#d55e00", "pytorch-compiled": "#8844ee", "pytorch-fbgemm": "#009e73",
 }  # fmt: skip
 REGION_COLORS = {
     "embedding_lookup": "#0072b2", "bottom_mlp": "#e69f00", "interaction": "#009e73", "top_mlp": "#d55e00",
-    "loss": "#b9a0e8", "gradient_sum": "#7a5195", "clip": "#b5bd00", "dense_update": "#cc79a7",
-    "embedding_update": "#56b4e9", "finite_check": "#a05a2c", OTHER: "#8c8c8c",
+    "loss": "#7777ff", "gradient_sum": "#7700ff", "clip": "#882200", "dense_update": "#88cc77",
+    "embedding_update": "#56b4e9", "finite_check": "#2233aa", OTHER: "#4d4d4d",
 }  # fmt: skip
 # What has no colour of its own takes these in turn, but for those that a name beside it has.
 OTHER_COLORS = (
-    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#a05a2c", "#b5bd00", "#8c8c8c",
+    "#0072b2", "#d55e00", "#009e73", "#8844ee", "#e69f00", "#56b4e9", "#88cc77", "#882200", "#2233aa", "#4d4d4d",
 )  # fmt: skip
 INK_LIGHT, INK_DARK = "#1f2328", "#e6edf3"
 
