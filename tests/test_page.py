@@ -2,11 +2,13 @@
 
 import base64
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from jaxrec.checks import UserError
 from jaxrec.reporting import page, plots
 
 ROOT = Path(__file__).parents[1]
@@ -113,3 +115,11 @@ def test_links_between_reports_lead_to_pages():
 def test_html_of_a_report_is_shown_as_text():
     found = page.html("a <script>alert(1)</script> & b", {}, "a < b")
     assert "<script" not in found and "&lt;script&gt;" in found and "<title>a &lt; b</title>" in found
+
+
+@pytest.mark.parametrize("package", ["markdown_it", "matplotlib"])
+def test_what_is_not_installed_is_named(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=r"pip install 'jaxrec\[report\]'"):
+        plots.grouped_bars(["a"], {"jax": [1]}, unit="ms", title="T")
+        page.html("# T", {}, "T")

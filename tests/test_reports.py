@@ -34,13 +34,6 @@ def copied(tmp_path):
     return Path(shutil.copytree(ROOT / "reports" / "step_overhead", tmp_path / "step_overhead"))
 
 
-def step_overhead(mode, out):
-    """Runs the study's command; returns status, out, err."""
-    command = [sys.executable, "-m", "experiments.step_overhead.run", f"--mode={mode}", f"--out={out}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.fixture
 def modes():
     """Returns `modes(mode, out)`: sets the flags of a study; out None leaves it to its default."""
@@ -84,26 +77,42 @@ def test_a_report_asks_answers_and_says_what_limits_it(study):
 @pytest.mark.parametrize("name", ["report.md", "step.svg", "report.html"])
 @pytest.mark.parametrize("change", ["a byte", "absent", "empty"])
 def test_check_finds_what_is_not_rendered_from_the_record(copied, name, change):
-    path = copied / name
+    texts, path = study_lib.outputs(copied, *parts_of("step_overhead")), copied / name
+    study_lib.check(texts, copied)
     if change == "absent":
         path.unlink()
     else:
         text = path.read_bytes()
         path.write_bytes(b"" if change == "empty" else text[:99] + bytes([text[99] ^ 1]) + text[100:])
-    status, out, err = step_overhead("check", copied)
-    assert status == 2
-    assert err == f"error: {path} is not what its record renders to; --mode=render writes it anew\n" and out == ""
+    with pytest.raises(UserError, match=f"{path.name} is not what its record renders to"):
+        study_lib.check(texts, copied)
+    study_lib.write(texts, copied)
+    study_lib.check(texts, copied)
 
 
 def test_check_finds_pictures_of_no_report_and_render_removes_them(copied):
-    assert step_overhead("check", copied)[0] == 0
+    texts = study_lib.outputs(copied, *parts_of("step_overhead"))
     (copied / "old.svg").write_text("<svg/>")
     (copied / "notes.txt").write_text("kept")
-    status, _, err = step_overhead("check", copied)
-    assert status == 2 and "old.svg is of no report" in err
-    assert step_overhead("render", copied)[0] == 0
-    assert step_overhead("check", copied)[0] == 0
+    with pytest.raises(UserError, match=r"old\.svg is of no report"):
+        study_lib.check(texts, copied)
+    study_lib.write(texts, copied)
+    study_lib.check(texts, copied)
     assert not (copied / "old.svg").exists() and (copied / "notes.txt").exists()
+
+
+def test_the_command_checks_and_renders(copied):
+    def command(mode):
+        argv = [sys.executable, "-m", "experiments.step_overhead.run", f"--mode={mode}", f"--out={copied}"]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    path = copied / "step.svg"
+    path.write_text(path.read_text().replace("currentColor", "red"))
+    sentence = f"error: {path} is not what its record renders to; --mode=render writes it anew\n"
+    assert command("check") == (2, sentence)
+    assert command("render") == (0, "")
+    assert command("check") == (0, "")
 
 
 def test_a_report_shows_its_figures_and_no_others(tmp_path):
