@@ -12,7 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from experiments.baselines.ranges import region
 from jaxrec.models.dlrm import DLRMConfig
+
+# Module of the dense part -> its region; what it computes outside of them, where it joins the features, is of the
+# interaction.
+REGION_OF_MODULE = {"bottom_mlp": "bottom_mlp", "cross": "interaction", "top_mlp": "top_mlp"}
 
 
 class MLP(nn.Module):
@@ -63,8 +68,12 @@ class DensePart(nn.Module):
           dense: float32 [B, N].
           pooled: The features' pooled vectors in the schema's order, side by side in one tensor or in several.
         """
-        x = torch.cat([self.bottom_mlp(dense), *pooled], dim=1)
-        return self.top_mlp(self.cross(x)).squeeze(1)
+        with region("bottom_mlp"):
+            bottom = self.bottom_mlp(dense)
+        with region("interaction"):
+            x = self.cross(torch.cat([bottom, *pooled], dim=1))
+        with region("top_mlp"):
+            return self.top_mlp(x).squeeze(1)
 
 
 def mean_loss(
@@ -75,8 +84,10 @@ def mean_loss(
     weight: torch.Tensor,
 ) -> torch.Tensor:
     """Returns the weighted mean of the binary cross entropy of `labels` [B] under `weight` [B]."""
-    losses = nn.functional.binary_cross_entropy_with_logits(model(dense, pooled), labels, reduction="none")
-    return (weight * losses).sum() / weight.sum()
+    logits = model(dense, pooled)
+    with region("loss"):
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        return (weight * losses).sum() / weight.sum()
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

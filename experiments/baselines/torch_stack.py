@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 import torch
 
 from experiments.baselines.dense_part import DensePart, mean_loss, named_parameters, to_numpy, to_torch
+from experiments.baselines.ranges import region
 from experiments.baselines.stacks import Arrays
 from jaxrec.data.schema import Batch, Schema
 from jaxrec.models.dlrm import DLRMConfig
@@ -64,6 +65,10 @@ class TorchStack:
 
     The graph is cut at the pooled vectors: first the dense part's backward pass, then the tables'. The work is the same
     as in one pass, and the dense part is one function for the compiler, whatever the tables are.
+
+    Attributes:
+      parameters: Of the dense part, by jaxrec's names.
+      compiled: Whether the dense part is compiled.
     """
 
     def __init__(self, config: Config, schema: Schema, arrays: Arrays, tables: Tables, device: str, *, compiled: bool):
@@ -74,19 +79,25 @@ class TorchStack:
         tables.load(arrays)
         width = len(schema.features) * config.embedding.dim
         self._model = DensePart(config.model, len(schema.dense), width).to(self._device)
-        self._parameters = named_parameters(self._model)
+        self.parameters = named_parameters(self._model)
         self._optimizer = torch.optim.Adagrad(
-            self._parameters.values(), lr=config.optimizer.learning_rate, eps=config.optimizer.eps, fused=True
+            self.parameters.values(), lr=config.optimizer.learning_rate, eps=config.optimizer.eps, fused=True
         )
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
+            for name, parameter in self.parameters.items():
                 parameter.copy_(to_torch(arrays[f"dense/{name}"]))
                 self._sum_of(parameter).copy_(to_torch(arrays[f"optimizer/accumulator/{name}"]))
         # The step counter, and the loss scale, which float32 does not change.
         self._counters = {name: array for name, array in arrays.items() if "/" not in name or "loss_scale" in name}
         self._steps = 0
+        self.compiled, self._loss = compiled, mean_loss
+        if compiled:
+            self.compile_dense_part()
+
+    def compile_dense_part(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Has the dense part compiled, at its next call; `backend` as `torch.compile` takes it."""
         # Tables stay outside: the compiler does not take sparse gradients (pytorch#150656).
-        self._loss = torch.compile(mean_loss, fullgraph=True, dynamic=False) if compiled else mean_loss
+        self._loss = torch.compile(mean_loss, fullgraph=True, dynamic=False, backend=backend)
 
     def _sum_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return self._optimizer.state[parameter]["sum"]
@@ -99,11 +110,15 @@ class TorchStack:
         return Inputs(self._tables.put(batch), dense, labels, weight)
 
     def step(self, inputs: Inputs) -> torch.Tensor:
-        pooled = self._tables.pool(inputs.ids)
+        with region("embedding_lookup"):
+            pooled = self._tables.pool(inputs.ids)
         loss, gradients = self._differentiate(inputs, pooled)
-        self._tables.update(pooled, gradients)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        # As in jaxrec, all from the pooled vectors' gradients to the written rows: the tables' backward pass, too.
+        with region("embedding_update"):
+            self._tables.update(pooled, gradients)
+        with region("dense_update"):
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
         self._steps += 1
         return loss
 
@@ -111,10 +126,18 @@ class TorchStack:
         self, inputs: Inputs, pooled: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Leaves the parameters' gradients in them; returns the loss and the gradients of `pooled`."""
-        leaves = [p.detach().requires_grad_() for p in pooled]
+        with region("embedding_lookup"):
+            leaves = [p.detach().requires_grad_() for p in pooled]
         loss = self._loss(self._model, inputs.dense, leaves, inputs.labels, inputs.weight)
-        loss.backward()
+        # The loss's is the gradient that the pass begins with; the rest has the regions of the forward operations.
+        with region("loss"):
+            loss.backward()
         return loss.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    def pooled_shapes(self, inputs: Inputs) -> list[tuple[int, ...]]:
+        """Returns the shapes of the tensors in which pooled vectors enter the dense part."""
+        with torch.no_grad():
+            return [tuple(p.shape) for p in self._tables.pool(inputs.ids)]
 
     def logits(self, inputs: Inputs) -> np.ndarray:
         with torch.no_grad():
@@ -122,13 +145,13 @@ class TorchStack:
 
     def dense_gradients(self, inputs: Inputs) -> dict[str, np.ndarray]:
         self._differentiate(inputs, self._tables.pool(inputs.ids))
-        gradients = {f"dense/{name}": to_numpy(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        gradients = {f"dense/{name}": to_numpy(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         self._optimizer.zero_grad(set_to_none=True)
         return gradients
 
     def export(self) -> dict[str, np.ndarray]:
-        dense = {f"dense/{name}": to_numpy(p) for name, p in self._parameters.items()}
-        sums = {f"optimizer/accumulator/{name}": to_numpy(self._sum_of(p)) for name, p in self._parameters.items()}
+        dense = {f"dense/{name}": to_numpy(p) for name, p in self.parameters.items()}
+        sums = {f"optimizer/accumulator/{name}": to_numpy(self._sum_of(p)) for name, p in self.parameters.items()}
         step = np.asarray(self._counters["step"] + self._steps, np.int32)
         return {**self._counters, "step": step, **dense, **sums, **self._tables.export()}
 
