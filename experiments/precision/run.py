@@ -21,8 +21,9 @@ import numpy as np
 from absl import flags
 
 from experiments import study
+from experiments.finished import Finished
 from experiments.precision.interval import student
-from experiments.precision.report import BALANCED, BASELINE, MOVIELENS, SYNTHETIC, products_of, render
+from experiments.precision.report import BALANCED, BASELINE, MOVIELENS, SYNTHETIC, figures, products_of, render
 from jaxrec import flags as jaxrec_flags
 from jaxrec.configs import catalogue, overrides
 from jaxrec.reporting import record as record_lib
@@ -45,6 +46,11 @@ READING, PREPARING = ("grain", "tensorflow_datasets", "array_record"), "rdataset
 SHORT_SYNTHETIC = {"training.steps": 1000, "training.eval_every": 200, "schedule.decay_steps": 1000}
 # What a CPU or its system calls instructions that multiply 16-bit floats: x86's, and Arm's.
 NARROW_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "bf16", "svebf16", "fphp", "asimdhp")
+# Of what a run tells.
+UNITS = {
+    "test_auc": "1", "test_ne": "1", "best possible test_ne": "1", "best step": "1", "skipped steps": "1",
+    "checkpoint": "bytes", "arguments": "bytes", "temporaries": "bytes", "seconds of the loop": "s",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +104,14 @@ def main() -> int:
     """Runs the study; returns the exit status."""
     values = flags.FLAGS
     return study.run(
-        measure=lambda: measure(values.data_dir, Size(values.seeds)),
-        smoke=lambda: measure(values.data_dir, SMOKE),
+        measure=lambda: measure(values.data_dir, Size(values.seeds), study.finished()),
+        smoke=lambda: measure(values.data_dir, SMOKE, study.finished()),
         render=render,
+        figures=figures,
     )
 
 
-def measure(data_dir: str, size: Size) -> dict[str, Any]:
+def measure(data_dir: str, size: Size, finished: Finished) -> dict[str, Any]:
     """Trains, times and weighs every precision; returns the record."""
     student([0.0] * size.seeds)  # Refuses one seed before anything is trained.
     missing = missing_packages(data_dir) if size.movielens else []
@@ -116,7 +123,7 @@ def measure(data_dir: str, size: Size) -> dict[str, Any]:
         config = _changed(catalogue.get(SYNTHETIC), {**SHORT_SYNTHETIC, **size.quality})
     balanced = _changed(catalogue.get(BALANCED), size.balanced)
     chosen = precisions(size)
-    rows = _quality(config, chosen, data_dir, size.seeds)
+    rows = _quality(config, chosen, data_dir, size.seeds, finished)
     for timed, steps in ((config, size.steps[0]), (balanced, size.steps[1])):
         rows += _times(timed, chosen, data_dir, steps, size.repeats)
     rows += _product_rates(config, chosen, size.samples)
@@ -170,34 +177,34 @@ def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-def _quality(config: Config, chosen: Mapping[str, Any], data_dir: str, seeds: int) -> list[dict[str, Any]]:
+def _quality(
+    config: Config, chosen: Mapping[str, Any], data_dir: str, seeds: int, finished: Finished
+) -> list[dict[str, Any]]:
     """Trains every precision with every seed; returns the metrics at the best validation step, and what they cost."""
-    samples: dict[tuple[str, str, str], list[float]] = {}
+    samples: dict[tuple[str, str], list[float]] = {}
     for seed in range(seeds):
         for name, own in chosen.items():
-            found = _run(_changed(config, {**own, "training.seed": seed}), data_dir)
-            print(
-                f"{name}, seed {seed}: test AUC {found['test_auc', '1']:.4f}, NE {found['test_ne', '1']:.4f}",
-                flush=True,
-            )
-            for (metric, unit), value in found.items():
-                samples.setdefault((name, metric, unit), []).append(value)
-    rows = [record_lib.row(n, "jax", config.name, m, unit, values) for (n, m, unit), values in samples.items()]
+            seeded = _changed(config, {**own, "training.seed": seed})
+            found = finished.get(f"{name}, seed {seed}", lambda seeded=seeded: _run(seeded, data_dir))
+            print(f"{name}, seed {seed}: test AUC {found['test_auc']:.4f}, NE {found['test_ne']:.4f}", flush=True)
+            for metric, value in found.items():
+                samples.setdefault((name, metric), []).append(value)
+    rows = [record_lib.row(n, "jax", config.name, m, UNITS[m], values) for (n, m), values in samples.items()]
     for metric in ("test_auc", "test_ne"):
-        baseline = samples[BASELINE, metric, "1"]
         for name in chosen:
-            if name != BASELINE:
-                differences = [a - b for a, b in zip(samples[name, metric, "1"], baseline, strict=True)]
-                low, high = student(differences)
-                for what, values in (("", differences), (" low", [low]), (" high", [high])):
-                    rows.append(record_lib.row(name, "jax", config.name, f"{metric} - float32's{what}", "1", values))
+            if name == BASELINE:
+                continue
+            differences = [a - b for a, b in zip(samples[name, metric], samples[BASELINE, metric], strict=True)]
+            low, high = student(differences)
+            for what, values in (("", differences), (" low", [low]), (" high", [high])):
+                rows.append(record_lib.row(name, "jax", config.name, f"{metric} - float32's{what}", "1", values))
     return rows
 
 
-def _run(config: Config, data_dir: str) -> dict[tuple[str, str], float]:
-    """Trains once; returns its figures by (metric, unit)."""
-    from jaxrec.training.checkpoint import FOLDER
+def _run(config: Config, data_dir: str) -> dict[str, float]:
+    """Trains once; returns its figures, in `UNITS`."""
     from jaxrec.training.loop import Options, train
+    from jaxrec.training.workdir import FOLDER
 
     workdir = tempfile.mkdtemp(prefix="jaxrec_precision_")
     try:
@@ -210,18 +217,18 @@ def _run(config: Config, data_dir: str) -> dict[tuple[str, str], float]:
         shutil.rmtree(workdir)
     test, memory = summary["metrics"]["test"], summary["step_memory_bytes"]
     found = {
-        ("test_auc", "1"): test["auc"],
-        ("test_ne", "1"): test["ne"],
-        ("best step", "1"): summary["best_step"],
-        ("skipped steps", "1"): summary["skipped_steps"],
-        ("checkpoint", "bytes"): checkpoint,
-        ("seconds of the loop", "s"): summary["seconds"],
-        ("arguments", "bytes"): memory["argument"],
-        ("temporaries", "bytes"): memory["temp"],
+        "test_auc": test["auc"],
+        "test_ne": test["ne"],
+        "best step": summary["best_step"],
+        "skipped steps": summary["skipped_steps"],
+        "checkpoint": checkpoint,
+        "seconds of the loop": summary["seconds"],
+        "arguments": memory["argument"],
+        "temporaries": memory["temp"],
     }
     if "best_ne" in test:
-        found["best possible test_ne", "1"] = test["best_ne"]
-    return {key: float(value) for key, value in found.items()}
+        found["best possible test_ne"] = test["best_ne"]
+    return {metric: float(value) for metric, value in found.items()}
 
 
 def _times(config: Config, chosen: Mapping[str, Any], data_dir: str, steps: int, repeats: int) -> list[dict[str, Any]]:
