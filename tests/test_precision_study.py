@@ -124,4 +124,4 @@ def test_the_report_says_what_the_interval_says(record):
 
 def test_the_pictures_are_drawn(record):
     pytest.importorskip("matplotlib")
-    assert {name: text[:5] for name, text in report.figures(record).items()} == {"ne.svg": "<?xml", "step.svg": "<?xml"}
+    assert set(report.figures(record)) == {"ne.svg", "step.svg"}

@@ -80,7 +80,7 @@ class Size:
 
 SMALL = {
     "data.tables": 2, "data.rows": 1000, "data.bag": 1, "data.train_rows": 20_000, "data.validation_rows": 2048,
-    "data.test_rows": 2048, "training.batch_size": 256,
+    "data.test_rows": 2048, "training.batch_size": 256, "model.bottom_mlp": (16,), "model.top_mlp": (8,),
 }  # fmt: skip
 SMOKE = Size(
     seeds=2,
@@ -89,7 +89,7 @@ SMOKE = Size(
     quality={**SMALL, "training.steps": 20, "training.eval_every": 10},
     repeats=2,
     steps=(3, 2),
-    balanced={**SMALL, "model.cross_layers": 1, "model.top_mlp": (64,)},
+    balanced={**SMALL, "model.cross_layers": 1},
     samples=1,
 )
 

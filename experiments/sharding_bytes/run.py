@@ -172,7 +172,8 @@ def _config(layout: Layout, size: Size) -> Any:
         *CHANGES, f"embedding.sharding={layout.embedding}", f"dense_sharding={layout.dense}",
         f"data.ids={layout.ids}", f"training.batch_size={size.batch_size}",
     ])  # fmt: skip
-    data = dataclasses.replace(config.data, tables=len(size.rows), rows=size.rows)
+    data: Any = config.data
+    data = dataclasses.replace(data, tables=len(size.rows), rows=size.rows)
     return dataclasses.replace(config, data=data, mesh=MeshConfig(*layout.mesh))
 
 
