@@ -1,0 +1,235 @@
+"""From the first JAX program that one writes to jaxrec's: what does each change bring to a whole run?
+
+    python -m experiments.one_change_ladder.run --mode=all
+
+Every rung trains the same model from the same weights on the same batches, in a process of its own, its input included.
+Rungs that are compared are alive at the same time and take turns, so that what else the machine does meets all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from experiments import study
+from experiments.one_change_ladder.report import render
+from experiments.one_change_ladder.rungs import Rung, beside, ladder, skipped
+from jaxrec import flags as jaxrec_flags
+from jaxrec.checks import UserError, require
+from jaxrec.configs import catalogue, overrides
+from jaxrec.data.datasets.synthetic import SyntheticData
+from jaxrec.reporting import record as record_lib
+from jaxrec.training.config import Config
+
+STUDY = "one_change_ladder"
+# More training rows than this are not drawn: the run then passes over them again.
+MOST_ROWS = 2_000_000
+HELD_OUT_ROWS = 65_536
+TINY = {
+    "data.tables": 3, "data.rows": 500, "model.bottom_mlp": (8, 4), "model.top_mlp": (8,), "embedding.dim": 4,
+    "training.batch_size": 128,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How much is measured.
+
+    Attributes:
+      rounds: Turns of each rung; the first is no sample.
+      steps: Of a turn.
+      alive: Rungs that are alive together at most.
+    """
+
+    rounds: int
+    steps: int
+    alive: int
+
+    def __post_init__(self):
+        for field, least in (("rounds", 2), ("steps", 1), ("alive", 2)):
+            value = getattr(self, field)
+            require(value >= least, f"--{field} is {value}, but must be at least {least}")
+
+
+def define_flags() -> None:
+    study.define_flags(STUDY)
+    flags.DEFINE_integer("rounds", 10, "Turns of each rung; the first is no sample.")
+    flags.DEFINE_integer("steps", 6, "Steps of a turn; on a GPU, where steps are short, 200.")
+    flags.DEFINE_integer("alive", 4, "Rungs that are alive together at most; one of dense gradients needs 5 GB.")
+
+
+def main() -> int:
+    """Runs the study; returns the exit status."""
+    # Several processes share a GPU: none may take most of its memory in advance.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    values = flags.FLAGS
+    options = Options(values.rounds, values.steps, values.alive)
+    return study.run(measure=lambda: measure(size(), options), smoke=smoke, render=render)
+
+
+def smoke() -> dict[str, Any]:
+    """Returns the record of a tiny model and four rungs."""
+    config = size()
+    for path, value in TINY.items():
+        config = overrides.replace(config, path, value)
+    platform = jax.default_backend()
+    rungs = [rung for rung in ladder(platform) if rung.name in ("naive", "touched rows", "jaxrec")]
+    return measure(config, Options(3, 2, 4), [rungs])
+
+
+def size() -> Config:
+    """Returns what is trained: the balanced size, with labels that can be learned."""
+    config = catalogue.get("dlrm_balanced")
+    # Which library multiplies is a rung's matter.
+    for path, value in {
+        "data.labels": "planted",
+        "data.validation_rows": HELD_OUT_ROWS,
+        "cpu_products": "default",
+    }.items():
+        config = overrides.replace(config, path, value)
+    return config
+
+
+def companies(platform: str, alive: int) -> list[list[Rung]]:
+    """Returns the rungs that are measured together.
+
+    Those of the ladder in order, the last of each company being the first of the next; then what is compared with the
+    last rung, in company of it.
+    """
+    rungs = ladder(platform)
+    others = beside(rungs[-1], platform)
+    of_ladder = [rungs[i : i + alive] for i in range(0, len(rungs) - 1, alive - 1)]
+    return of_ladder + [[rungs[-1], *others[i : i + alive - 1]] for i in range(0, len(others), alive - 1)]
+
+
+def measure(config: Config, options: Options, together: Sequence[Sequence[Rung]] = ()) -> dict[str, Any]:
+    """Trains all rungs; returns the record.
+
+    Args:
+      config: What is trained.
+      options: How much is measured.
+      together: The rungs of each company; empty: all of this platform's.
+    """
+    platform, batch = jax.default_backend(), config.training.batch_size
+    steps = options.rounds * options.steps
+    config = overrides.replace(config, "data.train_rows", min(MOST_ROWS, steps * batch))
+    together = together or companies(platform, options.alive)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows"
+        best_ne = _draw(config, file)
+        for case, rungs in enumerate(together):
+            with contextlib.ExitStack() as stack:
+                workers = [stack.enter_context(Worker.start(rung, platform, file)) for rung in rungs]
+                for turn in range(options.rounds):
+                    # There and back again: nobody always comes after the same one.
+                    for worker in workers if turn % 2 == 0 else reversed(workers):
+                        worker.train(options.steps)
+                for worker in workers:
+                    rows += worker.rows(str(case), options.steps)
+    data = config.data
+    assert isinstance(data, SyntheticData)
+    return record_lib.make(
+        STUDY,
+        rows,
+        rounds=options.rounds,
+        steps_a_round=options.steps,
+        batch_size=batch,
+        tables={"count": data.tables, "rows": data.table_rows[0], "dim": config.embedding.dim},
+        held_out_rows=data.validation_rows,
+        best_ne=best_ne,
+        companies=[[dataclasses.asdict(r) | {"program": r.program.__name__} for r in rungs] for rungs in together],
+        skipped=skipped(platform),
+    )
+
+
+def _draw(config: Config, file: Path) -> float:
+    """Writes the config and its rows into a file; returns the best NE that the held-out rows allow."""
+    dataset = config.data.open("")
+    columns = {}
+    for split in ("train", "validation"):
+        blocks = [dataset.splits[split][k] for k in range(len(dataset.splits[split]))]
+        columns[split] = {c: np.concatenate([b[c] for b in blocks]) for c in blocks[0]}
+    file.write_bytes(pickle.dumps((config, dataset.schema, columns)))
+    best_ne = dataset.best_ne("validation") if dataset.best_ne else None
+    assert best_ne is not None
+    return best_ne
+
+
+class Worker:
+    """The process of a rung, and what it has told."""
+
+    def __init__(self, rung: Rung, process: subprocess.Popen[str]):
+        self._rung, self._process = rung, process
+        self._started = self._answer()
+        self._turns: list[dict[str, Any]] = []
+        print(f"{rung.name}: compiled in {self._started['compile_seconds']:.1f} s", flush=True)
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, rung: Rung, platform: str, file: Path) -> Iterator[Worker]:
+        """Starts the process, and ends it on leaving."""
+        command = [sys.executable, "-m", "experiments.one_change_ladder.worker", platform, rung.name, str(file)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                yield cls(rung, process)
+            except BaseException:
+                process.kill()
+                raise
+
+    def train(self, steps: int) -> None:
+        self._turns.append(self._ask(f"train {steps}"))
+
+    def rows(self, case: str, steps: int) -> list[dict[str, Any]]:
+        """Returns the rows of the record."""
+        ne, timed = self._ask("evaluate")["ne"], self._turns[1:]
+
+        def row(metric: str, unit: str, samples: Sequence[float]) -> dict[str, Any]:
+            return record_lib.row(self._rung.name, "jax", case, metric, unit, samples)
+
+        rows = [row(m, "ms", [1e3 * turn[m] / steps for turn in timed]) for m in ("step", "user", "system")]
+        rows += [
+            row("run", "s", [sum(turn["step"] for turn in self._turns)]),
+            row("compile", "s", [self._started["compile_seconds"]]),
+            row("memory", "GB", [self._started["step_bytes"] / 1e9]),
+            row("loss", "nats", [loss for turn in self._turns for loss in turn["losses"]]),
+            row("ne", "1", [ne]),
+        ]
+        print(f"{self._rung.name}: {rows[0]['median']:.1f} ms a step, NE {ne:.5f}", flush=True)
+        return rows
+
+    def _ask(self, command: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(command + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # It has ended, which is said below.
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise UserError(
+                f"the process of rung {self._rung.name!r} has ended (status {self._process.wait()}); if memory was "
+                "short, lower --alive"
+            )
+        return json.loads(line)
+
+
+if __name__ == "__main__":
+    jaxrec_flags.run_command(main, define_flags)
