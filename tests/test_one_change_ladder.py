@@ -1,6 +1,7 @@
-"""The rungs of the ladder compute what jaxrec computes, however they are driven; the report says what a record holds."""
+"""The rungs of the ladder compute what jaxrec computes, however they are driven."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def config():
-    """Few rows, so that ids are often repeated, and an eps at which rounding noise is not the update (baselines.parity)."""
+    """Few rows, so that ids are often repeated; of the eps, see `experiments.baselines.parity`."""
     config = run.size()
     changes = {"data.train_rows": 2048, "data.validation_rows": 256, "data.rows": 40, "optimizer.eps": 1e-3}
     for path, value in {**run.TINY, **changes, "embedding.optimizer.eps": 1e-3}.items():
@@ -69,7 +70,7 @@ def test_every_program_computes_what_jaxrec_does(name, config, dataset, batches,
 def test_every_rung_is_one_change():
     rungs = ladder("cpu")
     assert rungs[0] == NAIVE and len(rungs) == len(CHANGES) + 1
-    for before, after in zip(rungs, rungs[1:], strict=False):
+    for before, after in itertools.pairwise(rungs):
         differ = [f.name for f in dataclasses.fields(after) if getattr(before, f.name) != getattr(after, f.name)]
         assert len(set(differ) - {"name", "change"}) == 1, differ
     names = [r.name for r in (*rungs, *beside(rungs[-1], "cpu"))]
@@ -87,7 +88,7 @@ def test_companies_share_a_rung_with_the_next():
     together = run.companies("cpu", 4)
     assert all(len(rungs) <= 4 for rungs in together)
     best = ladder("cpu")[-1]
-    for before, after in zip(together, together[1:], strict=False):
+    for before, after in itertools.pairwise(together):
         assert after[0] in (before[-1], best)
     assert {r.name for rungs in together for r in rungs} == {r.name for r in (*ladder("cpu"), *beside(best, "cpu"))}
 

@@ -2,8 +2,9 @@
 
     python -m experiments.one_change_ladder.worker PLATFORM RUNG FILE
 
-PLATFORM is JAX's name of the devices; FILE is what `run.py` has pickled: a config and the rows. Commands are lines on stdin, `train STEPS` or `evaluate`; each,
-and the start, is answered by a line of JSON on stdout. The end of stdin is the end of the process.
+PLATFORM is JAX's name of the devices; FILE is what `run.py` has pickled: a config and the rows. Commands are lines on
+stdin, `train STEPS` or `evaluate`; each, and the start, is answered by a line of JSON on stdout. The end of stdin is the
+end of the process.
 """
 
 from __future__ import annotations
@@ -83,25 +84,16 @@ class Trainer:
         logits = jax.jit(self._program.logits)
         with EvaluationMetrics() as metrics:
             for host in self._held_out:
-                batch = host.batch
-                metrics.update(
-                    np.asarray(logits(self._state, self._program.put(batch))),
-                    batch.labels[:, 0],
-                    batch.weight,
-                    host.group,
-                )
+                found = np.asarray(logits(self._state, self._program.put(host.batch)))
+                metrics.update(found, host.batch.labels[:, 0], host.batch.weight, host.group)
             return metrics.compute()["ne"]
 
     def step_bytes(self) -> int:
-        """Returns what a step holds at once: its arguments, its results that are not in their place, its temporaries."""
+        """Returns what a step holds: its arguments, its results unless they take an argument's place, temporaries."""
         memory = self._step.memory_analysis()
         assert memory is not None
-        return (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes
-        )
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
 def _rounded(state: Any, seed: int) -> Any:
