@@ -32,6 +32,7 @@ from jaxrec.checks import UserError, require
 from jaxrec.configs import catalogue, overrides
 from jaxrec.data.datasets.synthetic import SyntheticData
 from jaxrec.data.pipeline import Batches
+from jaxrec.profiling import hardware
 from jaxrec.reporting import record as record_lib
 from jaxrec.training.config import Config
 
@@ -124,7 +125,8 @@ def measure(config: Config, options: Options, together: Sequence[Sequence[Rung]]
     platform, batch = jax.default_backend(), config.training.batch_size
     steps = options.rounds * options.steps
     config = overrides.replace(config, "data.train_rows", min(MOST_ROWS, steps * batch))
-    together = together or companies(platform, options.alive)
+    together, tables = together or companies(platform, options.alive), config.data
+    assert isinstance(tables, SyntheticData)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows"
@@ -138,18 +140,22 @@ def measure(config: Config, options: Options, together: Sequence[Sequence[Rung]]
                         worker.train(options.steps)
                 for worker in workers:
                     rows += worker.rows(str(case), options.steps)
-    data = config.data
-    assert isinstance(data, SyntheticData)
+    array_bytes = 4 * sum(tables.table_rows) * config.embedding.dim
+    ceilings = hardware.measure(
+        config.policy, 4 * config.embedding.dim, array_bytes, samples=3, size=min(array_bytes, hardware.BYTES)
+    )
+    rows.append(record_lib.row("copy", "jax", "", "rate", "GB/s", [s / 1e9 for s in ceilings.samples["copy"]]))
     return record_lib.make(
         STUDY,
         rows,
         rounds=options.rounds,
         steps_a_round=options.steps,
         batch_size=batch,
-        tables={"count": data.tables, "rows": data.table_rows[0], "dim": config.embedding.dim},
+        tables={"count": tables.tables, "rows": tables.table_rows[0], "dim": config.embedding.dim},
         distinct_rows=distinct,
-        held_out_rows=data.validation_rows,
+        held_out_rows=tables.validation_rows,
         best_ne=best_ne,
+        rungs=len(ladder(platform)) if len(together) > 1 else len(together[0]),
         companies=[[dataclasses.asdict(r) | {"program": r.program.__name__} for r in rungs] for rungs in together],
         skipped=skipped(platform),
     )

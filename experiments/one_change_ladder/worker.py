@@ -3,8 +3,8 @@
     python -m experiments.one_change_ladder.worker PLATFORM RUNG FILE
 
 PLATFORM is JAX's name of the devices; FILE is what `run.py` has pickled: a config and the rows. Commands are lines on
-stdin, `train STEPS` or `evaluate`; each, and the start, is answered by a line of JSON on stdout. The end of stdin is the
-end of the process.
+stdin, `train STEPS` or `evaluate`; each, and the start, is answered by a line of JSON on stdout. With stdin the process
+ends.
 """
 
 from __future__ import annotations
