@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.one_change_ladder import programs, run
+from experiments.one_change_ladder import programs, report, run
 from experiments.one_change_ladder.rungs import CHANGES, NAIVE, beside, ladder, skipped
 from experiments.one_change_ladder.worker import Trainer
 from jaxrec.checks import UserError
 from jaxrec.configs import overrides
 from jaxrec.data.pipeline import Batches
+from jaxrec.reporting import record as record_lib
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 STEPS = 4
@@ -107,3 +108,41 @@ def test_another_optimizer_is_refused(config, dataset):
     other = overrides.replace(config, "optimizer.name", "adam")
     with pytest.raises(UserError, match="dense optimizer is adam"):
         programs.table_gradients(other, dataset)
+
+
+TIMES = {"naive": 600.0, "donated": 600.0, "touched rows": 150.0, "jaxrec": 150.0, "bfloat16": 300.0}
+
+
+def record_of(entropies):
+    """A record of three changes, of which one makes a step 4 times as fast and the others nothing; 8 samples each."""
+    changed = {"bfloat16": {"same_arithmetic": False}, "rounding 1": {"rounded": 1}}
+    names = [["naive", "donated", "touched rows", "jaxrec"], ["jaxrec", "bfloat16", "rounding 1"]]
+    rows = [record_lib.row("copy", "jax", "", "rate", "GB/s", [10.0])]
+    for case, company in enumerate(names):
+        for k, name in enumerate(company):
+            # Drift, which meets all of a company alike, and noise, which goes up in one round and down in the next.
+            ms = [TIMES.get(name, 150.0) * (1 + r / 5) * (1 + 0.01 * (-1) ** (r + k)) for r in range(8)]
+            samples = {"step": ms, "user": ms, "system": [1.0], "loss": [0.7], "ne": [entropies.get(name, 0.9)]}
+            samples |= {"run": [1.0], "compile": [1.0], "memory": [1.0]}
+            rows += [record_lib.row(name, "jax", str(case), m, "", s) for m, s in samples.items()]
+    companies = [
+        [dataclasses.asdict(dataclasses.replace(NAIVE, name=n, **changed.get(n, {}))) for n in c] for c in names
+    ]
+    return record_lib.make(
+        run.STUDY, rows, rounds=9, steps_a_round=2, batch_size=600, tables={"count": 2, "rows": 5, "dim": 4},
+        distinct_rows=5, held_out_rows=100, best_ne=0.5, rungs=4, companies=companies, skipped=[],
+    )  # fmt: skip
+
+
+def test_the_report_tells_the_changes_that_count_from_those_that_do_not():
+    found = report.finding(record_of({}))
+    assert "`touched rows` alone makes it 4.0" in found and "`donated` and `jaxrec` left the total" in found
+    text = report.render(record_of({"rounding 1": 0.90001}))
+    assert "no change altered what is computed" in text
+    row = next(line for line in text.splitlines() if line.startswith("| `bfloat16`"))
+    assert "slower" in row and "2,000" not in row
+
+
+def test_the_report_names_the_change_that_moves_the_ne():
+    text = report.render(record_of({"rounding 1": 0.90001, "touched rows": 0.901, "bfloat16": 0.95}))
+    assert "`touched rows` moved it by more than" in text

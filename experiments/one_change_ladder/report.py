@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -157,7 +158,7 @@ def _all(record: Mapping[str, Any]) -> list[str]:
 def _steps(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns (before, after) of each change of the ladder."""
     names = _ladder(record)
-    return list(zip(names[:-1], names[1:], strict=True))
+    return list(itertools.pairwise(names))
 
 
 def _company(record: Mapping[str, Any], *names: str) -> str:
