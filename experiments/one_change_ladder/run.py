@@ -25,7 +25,7 @@ import numpy as np
 from absl import flags
 
 from experiments import study
-from experiments.one_change_ladder.report import render
+from experiments.one_change_ladder.report import figures, render
 from experiments.one_change_ladder.rungs import Rung, beside, ladder, skipped
 from jaxrec import flags as jaxrec_flags
 from jaxrec.checks import UserError, require
@@ -79,7 +79,7 @@ def main() -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     values = flags.FLAGS
     options = Options(values.rounds, values.steps, values.alive)
-    return study.run(measure=lambda: measure(size(), options), smoke=smoke, render=render)
+    return study.run(measure=lambda: measure(size(), options), smoke=smoke, render=render, figures=figures)
 
 
 def smoke() -> dict[str, Any]:
@@ -127,19 +127,13 @@ def measure(config: Config, options: Options, together: Sequence[Sequence[Rung]]
     config = overrides.replace(config, "data.train_rows", min(MOST_ROWS, steps * batch))
     together, tables = together or companies(platform, options.alive), config.data
     assert isinstance(tables, SyntheticData)
-    rows = []
+    rows, finished = [], study.finished()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows"
         best_ne, distinct = _draw(config, file)
-        for case, rungs in enumerate(together):
-            with contextlib.ExitStack() as stack:
-                workers = [stack.enter_context(Worker.start(rung, platform, file)) for rung in rungs]
-                for turn in range(options.rounds):
-                    # There and back again: nobody always comes after the same one.
-                    for worker in workers if turn % 2 == 0 else reversed(workers):
-                        worker.train(options.steps)
-                for worker in workers:
-                    rows += worker.rows(str(case), options.steps)
+        for k, rungs in enumerate(together):
+            names = ", ".join(rung.name for rung in rungs)
+            rows += finished.get(names, lambda k=k, rungs=rungs: _in_turns(rungs, platform, file, str(k), options))
     array_bytes = 4 * sum(tables.table_rows) * config.embedding.dim
     ceilings = hardware.measure(
         config.policy, 4 * config.embedding.dim, array_bytes, samples=3, size=min(array_bytes, hardware.BYTES)
@@ -159,6 +153,17 @@ def measure(config: Config, options: Options, together: Sequence[Sequence[Rung]]
         companies=[[dataclasses.asdict(r) | {"program": r.program.__name__} for r in rungs] for rungs in together],
         skipped=skipped(platform),
     )
+
+
+def _in_turns(rungs: Sequence[Rung], platform: str, file: Path, case: str, options: Options) -> list[dict[str, Any]]:
+    """Trains the rungs of a company in turns; returns their rows of the record."""
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(Worker.start(rung, platform, file)) for rung in rungs]
+        for turn in range(options.rounds):
+            # Forth and back: nobody always comes after the same one.
+            for worker in workers if turn % 2 == 0 else reversed(workers):
+                worker.train(options.steps)
+        return [row for worker in workers for row in worker.rows(case, options.steps)]
 
 
 def _draw(config: Config, file: Path) -> tuple[float, int]:
