@@ -53,7 +53,7 @@ class Trainer:
         batch = self._program.put(self._train[0].batch)
         begin = time.perf_counter()
         step = jax.jit(self._program.step, donate_argnums=(0,) if rung.donated else ())
-        self._step = step.lower(self._state, batch).compile(compiler_options=compiler_options(rung.products))
+        self._step = step.lower(self._state, batch).compile(compiler_options={**compiler_options(rung.products)})
         self.compile_seconds = time.perf_counter() - begin
 
     def train(self, steps: int) -> None:
