@@ -96,8 +96,8 @@ def smoke() -> dict[str, Any]:
 def size() -> Config:
     """Returns what is trained: the balanced size, with labels that can be learned.
 
-    With the size's own eps of 1e-8 Adagrad's first steps are the signs of the gradients, rounding noise included: after 40
-    steps a rounding of the first weights had moved the NE by 2e-3. With 1e-3 it moved it by 5e-5, and the model learned.
+    With the size's own eps of 1e-8 Adagrad's first steps are the signs of the gradients, rounding noise included: after
+    40 steps a rounding of the first weights had moved the NE by 2e-3. With 1e-3 it was 5e-5, and the model learned.
     """
     config = catalogue.get("dlrm_balanced")
     changes = {
