@@ -57,11 +57,14 @@ def best_peers(record: Record) -> list[Ratio]:
     return [
         min((ratio(record, case, peer) for peer in stacks(record, case)[1:]), key=lambda r: r.ratio)
         for case in cases(record)
+        if stacks(record, case)[1:]
     ]
 
 
 def finding(record: Record) -> str:
     """Returns the answer in a sentence."""
+    if not best_peers(record):
+        return f"No PyTorch stack was measured beside jaxrec's {len(cases(record))} cases."
     by_size: dict[str, list[Ratio]] = {}
     for r in best_peers(record):
         by_size.setdefault(_size(r.case), []).append(r)
@@ -200,7 +203,9 @@ def _method(record: Record) -> list[str]:
 def _bound(record: Record) -> list[str]:
     lines = []
     for size, shape in record["sizes"].items():
-        found = next((r for k, r in record["regions"].items() if k.startswith(f"{size}, ") and k.endswith(", jax")), None)
+        found = next(
+            (r for k, r in record["regions"].items() if k.startswith(f"{size}, ") and k.endswith(", jax")), None
+        )
         if found is None:
             continue
         ceilings, case = found["ceilings"], next(c for c in cases(record) if c.startswith(f"{size}, "))
@@ -253,11 +258,16 @@ def _regions(record: Record) -> list[str]:
         lines += [f"![Regions of a step at {size}, stack by stack]({_picture(size)})", ""]
         names = [n for n in (*REGIONS, OTHER) if any(n in record["regions"][k]["wall_ms"] for k in keys)]
         heads = [f"{k.rpartition(', ')[2]} ({_optimizer(k)})" for k in keys]
-        lines += [f"| region | {' | '.join(heads)} | bound of jax ({_optimizer(keys[0])}) |", "|---|" + "---|" * (len(heads) + 1)]
+        lines += [
+            f"| region | {' | '.join(heads)} | bound of jax ({_optimizer(keys[0])}) |",
+            "|---|" + "---|" * (len(heads) + 1),
+        ]
         for name in names:
             bound = record["regions"][keys[0]]["bounds"].get(name)
             limit = f"{bound['bound_ms']:.1f} by {bound['limited_by']}" if bound else ""
-            lines.append(f"| {name} | {' | '.join(_passes(record['regions'][k]['wall_ms'].get(name)) for k in keys)} | {limit} |")
+            lines.append(
+                f"| {name} | {' | '.join(_passes(record['regions'][k]['wall_ms'].get(name)) for k in keys)} | {limit} |"
+            )
         sums = [sum(_total(t) for t in record["regions"][k]["wall_ms"].values()) for k in keys]
         lines.append(f"| **all** | {' | '.join(f'{s:.1f}' for s in sums)} | |")
         lines += [

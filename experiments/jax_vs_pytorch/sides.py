@@ -204,7 +204,8 @@ class TorchSide:
         tried = [usual, kept, {**kept, "threads": max(1, usual["threads"] // 2)}, {**kept, "ids": "int32"}]
         fixed = all(f.max_length == 1 or self._config_full_bags() for f in self._dataset.schema.features)
         if OPTIMIZERS[self._case.stack] == "adagrad" and fixed:
-            tried += [{**kept, "layout": "joined"}, {**kept, "layout": "joined", "ids": "int32"}]
+            joined = {**kept, "layout": "joined"}
+            tried += [joined, {**joined, "threads": max(1, usual["threads"] // 2)}, {**joined, "ids": "int32"}]
         return tried
 
     def _config_full_bags(self) -> bool:

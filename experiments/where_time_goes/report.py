@@ -74,7 +74,9 @@ def render(record: Record) -> str:
 
 def _of_run(record: Record) -> str:
     config = next(iter(record["subjects"]))
-    cold, warm = (_value(record, f"run, {cache} cache", config, "effective_training_time") for cache in ("cold", "warm"))
+    cold, warm = (
+        _value(record, f"run, {cache} cache", config, "effective_training_time") for cache in ("cold", "warm")
+    )
     seconds = {c: _value(record, f"run, {c} cache", config, "time") for c in ("cold", "warm")}
     return (
         f"Of a whole run of {config} ({seconds['cold']:.1f} s with an empty compile cache, {seconds['warm']:.1f} s with a warm one), "

@@ -196,7 +196,9 @@ def _whole_runs(subject: Subject, config: Config, samples: int) -> dict[str, dic
     with tempfile.TemporaryDirectory() as folder:
         for cache in ("cold", "warm"):
             path = Path(folder) / cache
-            assigned = [f"--set={k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in subject.changes.items()]
+            assigned = [
+                f"--set={k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in subject.changes.items()
+            ]
             command = [
                 sys.executable, "-m", "jaxrec.train", f"--config={config.name}", f"--workdir={path}", *assigned,
                 f"--compile_cache={folder}/compiled", *([f"--steps={subject.steps}"] if subject.steps else []),
