@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from experiments.finished import Finished
 from experiments.sharding_bytes import balance, report, run
 from jaxrec.data.pipeline import Batches
 from jaxrec.embeddings.spec import SHARDINGS
@@ -112,7 +113,7 @@ def test_the_exchange_is_that_of_tables_alone():
 @pytest.fixture(scope="module")
 def record(compile_cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharding_bytes")
-    record_lib.write(run.measure(run.SMOKE), folder)
+    record_lib.write(run.measure(run.SMOKE, Finished(None, {})), folder)
     return record_lib.read(folder)
 
 

@@ -113,8 +113,8 @@ def render(record: Record) -> str:
         f"{trained}: {record['config']['training']['steps']} steps at most, batch "
         f"{record['config']['training']['batch_size']}; every precision is trained with the same {record['seeds']} seeds, in "
         "turn, with the hyperparameters of float32; the metrics are the test split's at the step of the best validation NE. "
-        "Steps are timed on batches that are on the device, the precisions in turn and in changing order, the first round "
-        f"dropped: {record['repeats']} samples of "
+        "Steps are timed on batches that are on the device, each precision in turn with float32, in changing order, the first "
+        f"round dropped: {record['repeats']} pairs of "
         + ", of ".join(f"{t['steps']} steps ({name}, batch {t['batch_size']})" for name, t in record["timed"].items())
         + f". {_instructions(record)}",
         "",
@@ -259,10 +259,13 @@ def _time_table(record: Record, cases: list[str]) -> list[str]:
     for name in record["precisions"]:
         cells = []
         for case in cases:
-            samples, ratios = _samples(record, name, case, "step"), _samples(record, name, case, "step / float32's")
+            samples = _samples(record, name, case, "step")
             cells.append(f"{_median(record, name, case, 'step'):.2f} ({_spread(samples, 2)})")
-            middle = _median(record, name, case, "step / float32's")
-            cells.append("1" if name == BASELINE else f"{middle:.2f} ({_spread(ratios, 2)})")
+            if name == BASELINE:
+                cells.append("1")
+                continue
+            ratios = find(record, name=name, case=case, metric="step / float32's")
+            cells.append(f"{ratios['median']:.2f} ({_spread(ratios['samples'], 2)})")
         lines.append(f"| {name} | {' | '.join(cells)} | {_rate(record, name) / 1e9:,.0f} |")
     return lines
 

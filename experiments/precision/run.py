@@ -62,7 +62,7 @@ class Size:
       movielens: Whether MovieLens is trained on, where its packages are; else planted synthetic rows.
       precisions: Which, by name; all where empty.
       quality: Changes of the config that is trained.
-      repeats: Alternations of the precisions in the timing.
+      repeats: Alternations of each precision with float32 in the timing.
       steps: Steps of a sample: of the config that is trained, and of the larger one.
       balanced: Changes of the larger config.
       samples: Of the rates of matrix products.
@@ -81,6 +81,7 @@ class Size:
 SMALL = {
     "data.tables": 2, "data.rows": 1000, "data.bag": 1, "data.train_rows": 20_000, "data.validation_rows": 2048,
     "data.test_rows": 2048, "training.batch_size": 256, "model.bottom_mlp": (16,), "model.top_mlp": (8,),
+    "optimizer.name": "sgd",
 }  # fmt: skip
 SMOKE = Size(
     seeds=2,
@@ -232,41 +233,58 @@ def _run(config: Config, data_dir: str) -> dict[str, float]:
 
 
 def _times(config: Config, chosen: Mapping[str, Any], data_dir: str, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """Times a step of each precision in turn, on batches that are on the device; returns times, memory and work."""
+    """Times a step of each precision in turn with float32's, on resident batches; returns times, memory and work."""
     from jaxrec.profiling.model_flops import step_flops
     from jaxrec.profiling.step_profile import Stepper
 
+    def row(name: str, metric: str, unit: str, samples: list[float]) -> dict[str, Any]:
+        return record_lib.row(name, "jax", config.name, metric, unit, samples)
+
     dataset = config.data.open(data_dir)
-    steppers = {name: Stepper(_changed(config, own), dataset) for name, own in chosen.items()}
-    times: dict[str, list[float]] = {name: [] for name in chosen}
-    order = list(chosen)
+    baseline = Stepper(config, dataset)
+    rows, of_baseline, held = [], [], {BASELINE: _held(baseline)}
+    for name, own in chosen.items():
+        if name == BASELINE:
+            continue
+        pairs, held[name] = _pairs(baseline, _changed(config, own), dataset, steps, repeats)
+        ratios = [b / a for a, b in pairs]
+        print(f"{config.name}, {name}: {np.median(ratios):.2f} times float32's step", flush=True)
+        of_baseline += [a for a, _ in pairs]
+        rows += [row(name, "step", "ms", [b for _, b in pairs]), row(name, "step / float32's", "1", ratios)]
+    rows.append(row(BASELINE, "step", "ms", of_baseline))
+    rows += [row(name, metric, "bytes", [size]) for name, of_name in held.items() for metric, size in of_name.items()]
+    flops = step_flops(baseline.model(), config.embedding.dim, config.training.batch_size)
+    return [*rows, row("matrix products", "work of a step", "FLOP", [flops])]
+
+
+def _pairs(
+    baseline: Any, config: Config, dataset: Any, steps: int, repeats: int
+) -> tuple[list[tuple[float, float]], dict[str, int]]:
+    """Returns pairs of the ms of a step, float32's and this config's, and the bytes that this config's step holds.
+
+    The config's state is gone afterwards: of the larger model each takes more than a gigabyte.
+    """
+    from jaxrec.profiling.step_profile import Stepper
+
+    other, pairs = Stepper(config, dataset), []
     for repeat in range(repeats + 1):
-        for name in order:
-            ms = steppers[name].resident(steps)
-            if repeat:  # The first round warms up.
-                times[name].append(ms)
-        order = [*order[1:], order[0]]  # Nobody always follows the same one.
-    rows = []
-    for name, stepper in steppers.items():
-        print(f"{config.name}, {name}: {np.median(times[name]):.2f} ms a step", flush=True)
-        tables = stepper.state.tables.values()
-        weights = sum(t.weights.nbytes for t in tables)
-        optimizer = sum(slot.nbytes for t in tables for slot in t.slots.values())
-        memory: Any = stepper.compiled.memory_analysis()
-        ratios = [a / b for a, b in zip(times[name], times[BASELINE], strict=True)]
-        rows += [
-            record_lib.row(name, "jax", config.name, metric, unit, values)
-            for metric, unit, values in (
-                ("step", "ms", times[name]),
-                ("step / float32's", "1", ratios),
-                ("table weights", "bytes", [weights]),
-                ("table optimizer rows", "bytes", [optimizer]),
-                ("compiled arguments", "bytes", [memory.argument_size_in_bytes]),
-                ("compiled temporaries", "bytes", [memory.temp_size_in_bytes]),
-            )
-        ]
-    flops = step_flops(steppers[BASELINE].model(), config.embedding.dim, config.training.batch_size)
-    return [*rows, record_lib.row("matrix products", "jax", config.name, "work of a step", "FLOP", [flops])]
+        # Nobody always goes first.
+        order = (baseline, other) if repeat % 2 else (other, baseline)
+        ms = {id(stepper): stepper.resident(steps) for stepper in order}
+        if repeat:  # The first round warms up.
+            pairs.append((ms[id(baseline)], ms[id(other)]))
+    return pairs, _held(other)
+
+
+def _held(stepper: Any) -> dict[str, int]:
+    """Returns the bytes of the tables and of the compiled step."""
+    tables, memory = stepper.state.tables.values(), stepper.compiled.memory_analysis()
+    return {
+        "table weights": sum(t.weights.nbytes for t in tables),
+        "table optimizer rows": sum(slot.nbytes for t in tables for slot in t.slots.values()),
+        "compiled arguments": memory.argument_size_in_bytes,
+        "compiled temporaries": memory.temp_size_in_bytes,
+    }
 
 
 def _product_rates(config: Config, chosen: Mapping[str, Any], samples: int) -> list[dict[str, Any]]:

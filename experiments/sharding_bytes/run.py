@@ -8,6 +8,7 @@ collectives and memory from the compiled program, takes some steps, and compares
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import study
+from experiments.finished import Finished
 from experiments.sharding_bytes.report import figures, render
 from jaxrec import flags as jaxrec_flags
 from jaxrec.reporting import record as record_lib
@@ -123,25 +125,31 @@ def define_flags() -> None:
 
 def main() -> int:
     """Runs the study; returns the exit status."""
-    return study.run(measure=lambda: measure(Size()), smoke=lambda: measure(SMOKE), render=render, figures=figures)
+    return study.run(
+        measure=lambda: measure(Size(), study.finished()),
+        smoke=lambda: measure(SMOKE, study.finished()),
+        render=render,
+        figures=figures,
+    )
 
 
-def measure(size: Size) -> dict[str, Any]:
+def measure(size: Size, finished: Finished) -> dict[str, Any]:
     """Compiles all layouts and takes steps of those that are to run; returns the record."""
     simulate()
-    rows, capacities, digests = [], {}, {}
+    rows, capacities, digests, arrays = [], {}, {}, 0
     for layout in size.layouts:
         begin = time.perf_counter()
-        values, room, digest = _layout(layout, size)
+        found = finished.get(f"{layout.case}, {layout.name}", lambda layout=layout: _layout(layout, size))
         print(f"{layout.case}, {layout.name}: {time.perf_counter() - begin:.0f} s", flush=True)
         claim = "measured" if layout.run else "compiled, not run"
-        for (metric, unit), samples in values.items():
+        for metric, samples in found["samples"].items():
+            unit = "bytes" if metric in found["bytes"] else "1"
             rows.append(record_lib.row(layout.name, "jax", layout.case, metric, unit, samples, claim))
-        capacities.setdefault(layout.case, {})[layout.name] = room
-        if digest:
-            digests.setdefault(layout.case, {})[layout.name] = digest
+        capacities.setdefault(layout.case, {})[layout.name] = found["room"]
+        if layout.run:
+            digests.setdefault(layout.case, {})[layout.name] = found["digest"]
+            arrays = found["arrays"]
     config = _config(Layout("replicated", "replicated", (1, 1), "zipf", True), size)
-    reference = _reference("zipf", size)[1]
     return record_lib.make(
         STUDY,
         rows,
@@ -150,7 +158,7 @@ def measure(size: Size) -> dict[str, Any]:
         steps=size.steps,
         capacities=capacities,
         digests=digests,
-        arrays=len(reference.arrays),
+        arrays=arrays,
         table_rows=list(size.rows),
     )
 
@@ -242,65 +250,92 @@ def _bytes_of_a_device(tree: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def _layout(layout: Layout, size: Size) -> tuple[dict[tuple[str, str], list[float]], dict[str, dict[str, Any]], str]:
-    """Returns a layout's figures by (metric, unit), its capacities by group, and a digest of its final state."""
-    from experiments.sharding_bytes import balance
-    from jaxrec.embeddings.sharded import capacity_of, exchanged_bytes
-    from jaxrec.profiling.collectives import collectives
+def _layout(layout: Layout, size: Size) -> dict[str, Any]:
+    """Compiles a layout, and takes steps where it is to run.
 
+    Returns:
+      `samples` by metric, the metrics that are in `bytes` (the others are numbers), each group's `room`, the
+      `digest` of the final state, and of how many `arrays` it is; all JSON.
+    """
     program, dense = _program(layout, size)
     compiled = _compile(program, layout, size)
-    sizes, groups = program.axis_sizes, program.plan.groups
-    occurrences = {g.name: size.batch_size // DEVICES * len(g.columns) for g in groups}
-    room = {
-        g.name: {
-            "capacity": capacity_of(g, occurrences[g.name], program.capacities[g.name]),
-            "worst case": capacity_of(g, occurrences[g.name], 0),
-            "destinations": g.shards,
+    room = _room(program, size)
+    in_bytes = _exchanged(program, compiled, room)
+    numbers = _balance(program, layout, size, room)
+    digest, arrays = "", 0
+    if layout.run:
+        end, held = _take(program, dense, compiled, layout, size)
+        memory: Any = compiled.memory_analysis()
+        in_bytes |= held
+        in_bytes["temporaries"] = memory.temp_size_in_bytes
+        in_bytes["not aliased outputs"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        first, one = _reference(layout.ids, size)
+        equal = sum(end.arrays[name].tobytes() == array.tobytes() for name, array in one.arrays.items())
+        numbers["largest difference to one device"] = [largest_difference(end.arrays, one.arrays, first)]
+        numbers["arrays equal to one device's bit for bit"] = [equal]
+        numbers["steps refused"] = [size.steps - end.taken]
+        numbers["rows that did not fit"] = [end.overflow]
+        digest, arrays = digest_of(end.arrays), len(one.arrays)
+    numbers |= {f"number of {op}": [count] for op, count in _counts(compiled).items()}
+    samples = {**{metric: [value] for metric, value in in_bytes.items()}, **numbers}
+    return {"samples": samples, "bytes": list(in_bytes), "room": room, "digest": digest, "arrays": arrays}
+
+
+def _room(program: Any, size: Size) -> dict[str, dict[str, Any]]:
+    """Returns, by group, the rows that a device has room for, for each destination, and what they belong to."""
+    from jaxrec.embeddings.sharded import capacity_of
+
+    room = {}
+    for g in program.plan.groups:
+        occurrences = size.batch_size // DEVICES * len(g.columns)
+        room[g.name] = {
+            "capacity": capacity_of(g, occurrences, program.capacities[g.name]),
+            "worst case": capacity_of(g, occurrences, 0),
             "tables": len(g.tables),
             "sharding": g.sharding,
         }
-        for g in groups
-    }
+    return room
+
+
+def _exchanged(program: Any, compiled: Any, room: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the bytes that a device receives in a step: in all, by collective, for the tables, and by formula."""
+    from jaxrec.embeddings.sharded import exchanged_bytes
+    from jaxrec.profiling.collectives import collectives
+
+    def formula(kind: str) -> int:
+        return sum(exchanged_bytes(g, room[g.name][kind], program.axis_sizes) for g in program.plan.groups)
+
     found = collectives(compiled)
-    values: dict[tuple[str, str], list[float]] = {
-        ("received", "bytes"): [sum(c.received_bytes for c in found)],
-        ("embedding exchange", "bytes"): [exchange_in(compiled.as_text())],
-        ("embedding exchange by formula", "bytes"): [
-            sum(exchanged_bytes(g, room[g.name]["capacity"], sizes) for g in groups)
-        ],
-        ("embedding exchange, worst case", "bytes"): [
-            sum(exchanged_bytes(g, room[g.name]["worst case"], sizes) for g in groups)
-        ],
+    return {
+        "received": sum(c.received_bytes for c in found),
+        "embedding exchange": exchange_in(compiled.as_text()),
+        "embedding exchange by formula": formula("capacity"),
+        "embedding exchange, worst case": formula("worst case"),
+        **{f"received by {op}": sum(c.received_bytes for c in found if c.op == op) for op in _counts(compiled)},
     }
-    for op in sorted({c.op for c in found}):
-        of_op = [c.received_bytes for c in found if c.op == op]
-        values[f"received by {op}", "bytes"] = [sum(of_op)]
-        values[f"number of {op}", "1"] = [len(of_op)]
-    held = balance.rows_held(program.plan)
-    values["rows held, heaviest / mean", "1"] = [balance.heaviest_over_mean(held)]
-    capacities = {name: r["capacity"] for name, r in room.items()}
-    asked = [balance.asked(program.plan, b, sizes, capacities) for b in _batches(layout.ids, size)[1]]
-    values["ids asked, heaviest / mean", "1"] = [a.ids for a in asked]
-    values["rows asked, heaviest / mean", "1"] = [a.rows for a in asked]
-    values["room filled", "1"] = [a.filled for a in asked]
-    values["fullest destination / room", "1"] = [a.fullest for a in asked]
-    digest = ""
-    if layout.run:
-        end, parts = _take(program, dense, compiled, layout, size)
-        memory: Any = compiled.memory_analysis()
-        values |= {(part, "bytes"): [held] for part, held in parts.items()}
-        values["temporaries", "bytes"] = [memory.temp_size_in_bytes]
-        values["not aliased outputs", "bytes"] = [memory.output_size_in_bytes - memory.alias_size_in_bytes]
-        first, one = _reference(layout.ids, size)
-        values["largest difference to one device", "1"] = [largest_difference(end.arrays, one.arrays, first)]
-        values["arrays equal to one device's bit for bit", "1"] = [
-            sum(end.arrays[name].tobytes() == array.tobytes() for name, array in one.arrays.items())
-        ]
-        values["steps refused", "1"] = [size.steps - end.taken]
-        values["rows that did not fit", "1"] = [end.overflow]
-        digest = digest_of(end.arrays)
-    return values, room, digest
+
+
+def _counts(compiled: Any) -> dict[str, int]:
+    """Returns how many operations there are of each collective."""
+    from jaxrec.profiling.collectives import collectives
+
+    return dict(collections.Counter(c.op for c in collectives(compiled)))
+
+
+def _balance(program: Any, layout: Layout, size: Size, room: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Returns how evenly rows are held and asked for, and how full the exchange's room is, for each batch."""
+    from experiments.sharding_bytes import balance
+
+    plan, capacities = program.plan, {name: r["capacity"] for name, r in room.items()}
+    batches = _batches(layout.ids, size)[1]
+    asked = [balance.asked(plan, batch, program.axis_sizes, capacities) for batch in batches]
+    return {
+        "rows held, heaviest / mean": [balance.heaviest_over_mean(balance.rows_held(plan))],
+        "ids asked, heaviest / mean": [a.ids for a in asked],
+        "rows asked, heaviest / mean": [a.rows for a in asked],
+        "room filled": [a.filled for a in asked],
+        "fullest destination / room": [a.fullest for a in asked],
+    }
 
 
 class _Text(NamedTuple):
