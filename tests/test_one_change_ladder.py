@@ -136,7 +136,7 @@ def record_of(entropies):
 
 def test_the_report_tells_the_changes_that_count_from_those_that_do_not():
     found = report.finding(record_of({}))
-    assert "`touched rows` alone makes it 4.0" in found and "`donated` and `jaxrec` left the total" in found
+    assert "`touched rows` alone makes a step 4.0" in found and "`donated` and `jaxrec` left the total" in found
     text = report.render(record_of({"rounding 1": 0.90001}))
     assert "no change altered what is computed" in text
     row = next(line for line in text.splitlines() if line.startswith("| `bfloat16`"))

@@ -13,6 +13,8 @@ from experiments.precision.interval import student
 from jaxrec.checks import UserError
 from jaxrec.reporting import record as record_lib
 
+NARROW = "bfloat16 tables"
+
 
 def test_the_interval_is_students():
     # t(0.975, 2 degrees) = 4.302653, from a printed table; the standard deviation of 1, 2, 3 is 1.
@@ -65,7 +67,7 @@ def record(compile_cache, tmp_path_factory):
     """Of a small measurement on a machine without Grain."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "missing_packages", lambda data_dir: ["grain"])
-        size = dataclasses.replace(run.SMOKE, movielens=True)
+        size = dataclasses.replace(run.SMOKE, movielens=True, precisions=(report.BASELINE, NARROW))
         measured = run.measure("", size, Finished(None, {}))
     folder = tmp_path_factory.mktemp("precision")
     record_lib.write(measured, folder)
@@ -79,13 +81,12 @@ def test_the_fallback_is_said_by_name(record):
 
 
 def test_differences_are_paired_by_seed(record):
-    narrow, other = report.BASELINE, "bfloat16 and bfloat16 tables"
     for metric in ("test_auc", "test_ne"):
         a, b, apart, low, high = (
             record_lib.find(record, name=name, case="dlrm_synthetic", metric=m)["samples"]
             for name, m in (
-                (other, metric), (narrow, metric), (other, f"{metric} - float32's"),
-                (other, f"{metric} - float32's low"), (other, f"{metric} - float32's high"),
+                (NARROW, metric), (report.BASELINE, metric), (NARROW, f"{metric} - float32's"),
+                (NARROW, f"{metric} - float32's low"), (NARROW, f"{metric} - float32's high"),
             )
         )  # fmt: skip
         assert len(a) == record["seeds"] and apart == [x - y for x, y in zip(a, b, strict=True)]
@@ -105,16 +106,14 @@ def test_narrow_tables_hold_half_the_bytes(record):
 def test_the_report_says_what_the_interval_says(record):
     changed = copy.deepcopy(record)
     for what, value in (("low", 0.001), ("high", 0.003)):
-        row = record_lib.find(
-            changed, name="bfloat16 and bfloat16 tables", case="dlrm_synthetic", metric=f"test_ne - float32's {what}"
-        )
+        row = record_lib.find(changed, name=NARROW, case="dlrm_synthetic", metric=f"test_ne - float32's {what}")
         row["samples"] = [value]
-    assert "excludes 0 for: bfloat16 and bfloat16 tables;" in report.finding(changed)
+    assert "excludes 0 for: bfloat16 tables;" in report.finding(changed)
     assert "(+0.0010 to +0.0030) | worse |" in report.render(changed)
     for value, row_what in ((-0.001, "low"), (0.001, "high")):
         record_lib.find(
             changed,
-            name="bfloat16 and bfloat16 tables",
+            name=NARROW,
             case="dlrm_synthetic",
             metric=f"test_ne - float32's {row_what}",
         )["samples"] = [value]

@@ -76,7 +76,7 @@ def finding(record: Record) -> str:
 
 
 def _size(case: str) -> str:
-    return case.split(", ")[0].removeprefix("dlrm_")
+    return case.split(", ", maxsplit=1)[0].removeprefix("dlrm_")
 
 
 def _law(case: str) -> str:

@@ -52,8 +52,8 @@ TINY = {
 MOVIELENS = {
     "model.dropout": 0.0, "model.feature_dropout": 0.0, "training.auxiliary_weight": 0.0, "optimizer.name": "adagrad",
     "optimizer.weight_decay": 0.0, "optimizer.learning_rate": 0.02, "schedule.name": "constant",
-    "schedule.warmup_steps": 0, "schedule.decay_steps": 0, "schedule.end_factor": 0.0, "embedding.optimizer.learning_rate": 0.05,
-    "embedding.optimizer.initial_accumulator": 0.0,
+    "schedule.warmup_steps": 0, "schedule.decay_steps": 0, "schedule.end_factor": 0.0,
+    "embedding.optimizer.learning_rate": 0.05, "embedding.optimizer.initial_accumulator": 0.0,
 }  # fmt: skip
 QUALITY_EVERY, QUALITY_STEPS = 40, 480
 PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu")
@@ -340,8 +340,8 @@ def _quality(stacks: Sequence[str], options: Options, quick: bool) -> dict[str, 
                 seconds = one.ask("train", first=until - QUALITY_EVERY, end=until)["seconds"]
                 times[one.name].append(seconds + (times[one.name][-1] if times[one.name] else 0.0))
                 ne[one.name].append(one.ask("evaluate")["ne"])
-    for name in times:
-        rows.append(record_lib.row("quality", name, config, "seconds", "s", times[name]))
+    for name, seconds in times.items():
+        rows.append(record_lib.row("quality", name, config, "seconds", "s", seconds))
         rows.append(record_lib.row("quality", name, config, "ne", "1", ne[name]))
     return {"rows": rows, "facts": {"config": config, "steps": points, "instead": reason, "changes": changes}}
 

@@ -2,8 +2,8 @@
 
     python -m experiments.jax_vs_pytorch.worker CASE
 
-CASE is JSON: the fields of `sides.Case`, `given` (as `sides.TorchSide` has it), and `cache`, the folder of JAX's compile
-cache or nothing.
+CASE is JSON: the fields of `sides.Case`, `given` (as `sides.TorchSide` has it), and `cache`, the folder of JAX's
+compile cache or nothing.
 """
 
 from __future__ import annotations

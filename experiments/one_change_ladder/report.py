@@ -20,18 +20,22 @@ ROUNDINGS = 3
 
 
 def finding(record: Mapping[str, Any]) -> str:
-    """Returns the answer in a sentence."""
-    names = _ladder(record)
-    first, last = (_value(record, name, "step") for name in (names[0], names[-1]))
-    gains = {after: _gain(record, before, after) for before, after in _steps(record)}
-    most = max(gains, key=lambda name: gains[name])
-    share = math.log(gains[most]) / math.log(math.prod(gains.values()))
-    flat = [f"`{name}`" for (before, name) in _steps(record) if _verdict(_ratios(record, before, name)) == "flat"]
-    return (
-        f"A step takes {first:.0f} ms at first and {last:.0f} ms in the end, {first / last:.1f} times less. `{most}` alone "
-        f"makes it {gains[most]:.2f} times as fast, {share:.0%} of the way (in logarithms); "
-        + (f"{_listed(flat)} left the total where it was." if flat else "no change left the total where it was.")
+    """Returns the answer in a sentence or two."""
+    names, steps = _ladder(record), record["rounds"] * record["steps_a_round"]
+    first, last = ({m: _value(record, name, m) for m in ("step", "run")} for name in (names[0], names[-1]))
+    verdicts = {name: _verdict(_ratios(record, before, name)) for before, name in _steps(record)}
+    said = {v: [name for name, verdict in verdicts.items() if verdict == v] for v in ("faster", "slower", "flat")}
+    gains = {name: _gain(record, before, name) for before, name in _steps(record)}
+    text = (
+        f"A step takes {first['step']:.1f} ms at first and {last['step']:.1f} ms in the end, {first['step'] / last['step']:.1f} "
+        f"times less, and {steps} steps {first['run']:.1f} and {last['run']:.1f} s."
     )
+    if said["faster"]:
+        most = max(said["faster"], key=lambda name: gains[name])
+        text += f" `{most}` alone makes a step {gains[most]:.2f} times as fast, the most of all changes."
+    if said["slower"]:
+        text += f" Slower became {_listed(said['slower'])}."
+    return f"{text} {_listed(said['flat']) or 'No change'} left the total where it was."
 
 
 def render(record: Mapping[str, Any]) -> str:
@@ -102,8 +106,8 @@ def render(record: Mapping[str, Any]) -> str:
         "some of them away from the end.",
         f"- Adagrad's eps is {record['eps']:g}, not the size's own 1e-8, from which training multiplies rounding errors until "
         "rows of the same arithmetic can no longer be told by their NE from others. The arithmetic's cost is the same.",
-        f"- One size, one machine, one seed of weights and rows. After {steps} steps the model is not trained out: its NE is "
-        f"there to be compared among rows, not to be admired (the labels allow {record['best_ne']:.4f}).",
+        f"- One size, one machine, one seed of weights and rows. After {steps} steps the model is not trained out: its NE "
+        f"compares rows, and is no result (the labels allow {record['best_ne']:.4f}).",
         f"- A turn is {record['steps_a_round']} steps long and its input begins with it: what threads bring is "
         "underestimated by a part of a batch's making a turn.",
         "- Several processes are alive: their memory is in use while another one runs, but they wait.",
@@ -237,7 +241,7 @@ def _system_time(record: Mapping[str, Any]) -> list[str]:
         after: _value(record, before, "system") - _value(record, after, "system") for before, after in _steps(record)
     }
     name = max(saved, key=lambda n: saved[n])
-    if saved[name] <= 0:
+    if saved[name] < 1:
         return []
     before = next(b for b, a in _steps(record) if a == name)
     return [
@@ -284,7 +288,7 @@ def _correctness(record: Mapping[str, Any]) -> str:
     )
     if limit is None:
         return text
-    moved = [f"`{name}`" for name, ne in entropies.items() if abs(ne - first) > ROUNDINGS * limit]
+    moved = [name for name, ne in entropies.items() if abs(ne - first) > ROUNDINGS * limit]
     verdict = (
         f"{_listed(moved)} moved it by more than {ROUNDINGS} times that, and so changed the arithmetic."
         if moved
@@ -295,7 +299,7 @@ def _correctness(record: Mapping[str, Any]) -> str:
 
 def _tried(record: Mapping[str, Any], best: str, others: Sequence[str]) -> list[str]:
     controls = [_gain(record, best, r["name"]) for r in _beside(record) if r["rounded"]]
-    changed = [f"`{r['name']}`" for r in _beside(record) if not r["same_arithmetic"]]
+    changed = [r["name"] for r in _beside(record) if not r["same_arithmetic"]]
     return [
         "## What was tried and did not help, and what the last rung owes to each",
         "",
@@ -317,4 +321,6 @@ def _tried(record: Mapping[str, Any], best: str, others: Sequence[str]) -> list[
 
 
 def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1] if names else ""
+    """Returns names of rungs as they stand in a sentence."""
+    quoted = [f"`{name}`" for name in names]
+    return " and ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)

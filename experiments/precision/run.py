@@ -234,7 +234,6 @@ def _run(config: Config, data_dir: str) -> dict[str, float]:
 
 def _times(config: Config, chosen: Mapping[str, Any], data_dir: str, steps: int, repeats: int) -> list[dict[str, Any]]:
     """Times a step of each precision in turn with float32's, on resident batches; returns times, memory and work."""
-    from jaxrec.profiling.model_flops import step_flops
     from jaxrec.profiling.step_profile import Stepper
 
     def row(name: str, metric: str, unit: str, samples: list[float]) -> dict[str, Any]:
@@ -253,7 +252,7 @@ def _times(config: Config, chosen: Mapping[str, Any], data_dir: str, steps: int,
         rows += [row(name, "step", "ms", [b for _, b in pairs]), row(name, "step / float32's", "1", ratios)]
     rows.append(row(BASELINE, "step", "ms", of_baseline))
     rows += [row(name, metric, "bytes", [size]) for name, of_name in held.items() for metric, size in of_name.items()]
-    flops = step_flops(baseline.model(), config.embedding.dim, config.training.batch_size)
+    flops = baseline.model_flops()
     return [*rows, row("matrix products", "work of a step", "FLOP", [flops])]
 
 

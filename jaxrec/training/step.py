@@ -111,8 +111,9 @@ def train_step(
 
     The loss is the weighted mean over the global batch of the tasks' sum, to which the auxiliary tasks add
     `auxiliary_weight` times their mean; it is divided by the global weight before it is differentiated, so that no
-    gradient needs a pass for that (a scaled loss is not, lest its gradients vanish). The window's sums and weight run over rows and tasks without the auxiliary ones, so that its loss is a mean over both. Inside, nothing is summed
-    over devices but by the psums written here (check_vma is off, so gradients stay local).
+    gradient needs a pass for that (a scaled loss is not, lest its gradients vanish). The window's sums and weight run
+    over rows and tasks without the auxiliary ones, so that its loss is a mean over both. Inside, nothing is summed over
+    devices but by the psums written here (check_vma is off, so gradients stay local).
 
     Returns:
       The new state, equal to the old one but for its failed_* fields where a checked value is not finite, and the
