@@ -17,7 +17,7 @@ from jaxrec.models.losses import binary_cross_entropy
 from jaxrec.training import setup
 from jaxrec.training.checkpoint import from_arrays, to_arrays
 from jaxrec.training.config import Config
-from jaxrec.training.state import TrainState, empty_window
+from jaxrec.training.state import TrainState
 from jaxrec.training.step import Program, shard_predict_step, shard_train_step
 
 
@@ -35,13 +35,8 @@ class JaxStack:
         self._program, dense = setup.build_program(config, dataset)
         first = setup.initial_state(self._program, dense)
         self._state = from_arrays(self._program, first, dict(arrays), "the given weights")
-        train = shard_train_step(self._program)
-
-        def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-            state, window, _ = train(state, empty_window(), batch)
-            return state, window.loss / window.weight
-
-        self._step = jax.jit(step, donate_argnums=0)
+        # A program of its own: what its compiler is told holds at the top level only.
+        self._step = shard_train_step(self._program)
         self._predict = shard_predict_step(self._program)
         self._gradients = jax.jit(functools.partial(_dense_gradients, self._program))
         self._put = setup.put_batch(self._program)
@@ -50,8 +45,8 @@ class JaxStack:
         return self._put(batch)
 
     def step(self, inputs: Batch) -> jax.Array:
-        self._state, loss = self._step(self._state, inputs)
-        return loss
+        self._state, window, _ = self._step(self._state, setup.new_window(self._program), inputs)
+        return window.loss / window.weight
 
     def logits(self, inputs: Batch) -> np.ndarray:
         return np.asarray(self._predict(self._state.dense, self._state.tables, inputs))[:, 0]

@@ -145,13 +145,15 @@ def small(config: Config) -> Config:
     )
 
 
-def require_parity(config: Config, stack: str, device: str = "cpu", id_type: str = "int64") -> Verdict:
+def require_parity(
+    config: Config, stack: str, device: str = "cpu", id_type: str = "int64", layout: str = "separate"
+) -> Verdict:
     """Compares a stack with jaxrec on the small version of `config`; returns the verdict, for the record.
 
     Raises:
       UserError: They differ; names the worst tensor.
     """
-    verdict = judge(small(paired(config, stack)), stack, builder(stack, device, id_type))
+    verdict = judge(small(paired(config, stack)), stack, builder(stack, device, id_type, layout))
     require(verdict.passed, f"{verdict.describe()}; nothing is timed")
     return verdict
 
@@ -269,13 +271,14 @@ def define_flags() -> None:
     flags.DEFINE_string("stack", "pytorch-eager", f"One of {', '.join(OPTIMIZERS)}.")
     flags.DEFINE_string("device", "cpu", "As torch names it: cpu, cuda.")
     flags.DEFINE_string("ids", "int64", "Type of ids in PyTorch: int32 or int64.")
+    flags.DEFINE_string("layout", "separate", "Of the tables of the stacks of EmbeddingBag: separate or joined.")
 
 
 def main() -> int:
     """Prints the worst difference of each kind; returns the exit status."""
     values = flags.FLAGS
     config = catalogue.get(values.config)
-    build = builder(values.stack, values.device, values.ids)
+    build = builder(values.stack, values.device, values.ids, values.layout)
     verdict = judge(small(paired(config, values.stack)), values.stack, build)
     for difference in verdict.earlier:
         print(f"a comparison failed: {difference.describe()}")

@@ -12,7 +12,8 @@ from jaxrec.configs import catalogue
 
 def start(argument: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., dict[str, Any]]]]:
     """Compares; returns the verdict, which is that they agree."""
-    verdict = require_parity(catalogue.get(argument["config"]), argument["stack"], argument["device"])
+    config = catalogue.get(argument["config"])
+    verdict = require_parity(config, argument["stack"], argument["device"], layout=argument["layout"])
     return verdict.as_dict(), {}
 
 

@@ -358,13 +358,13 @@ def _gates(record: Record) -> list[str]:
         "The gate of [experiments/baselines](../../experiments/baselines/README.md) ran first: from the same weights, loss, dense "
         "gradients, weights and accumulators after 1 and 50 steps, and the AUC of a short run. Shown is what came nearest to its limit.",
         "",
-        "| size | stack | optimizer | worst | difference | limit | comparisons failed before |",
-        "|---|---|---|---|---|---|---|",
+        "| size | stack | tables | optimizer | worst | difference | limit | comparisons failed before |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, verdict in record["gates"].items():
-        worst, (size, stack) = verdict["worst"], name.split(" ")
+        worst, (size, stack, layout) = verdict["worst"], name.split(", ")
         lines.append(
-            f"| {size.removeprefix('dlrm_')} | {stack} | {verdict['optimizer']} | {worst['what']}, after {worst['after']} steps | "
+            f"| {size.removeprefix('dlrm_')} | {stack} | {layout} | {verdict['optimizer']} | {worst['what']}, after {worst['after']} steps | "
             f"{worst['value']:.1e} | {worst['limit']:g} | {len(verdict['earlier'])} |"
         )
     return [*lines, ""]
