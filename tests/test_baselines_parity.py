@@ -84,6 +84,31 @@ def test_the_gate_passes(stack):
     assert 0.6 < float(verdict.worst_of("auc", parity.AUC_STEPS).what.split("(")[1].split()[0]) < 1
 
 
+@pytest.mark.parametrize("stack", ["pytorch-eager", pytest.param("pytorch-compiled", marks=needs_compiler)])
+def test_the_gate_passes_for_one_bag_of_all_tables(stack):
+    config = config_of(stack, "data.fixed_bags=true")
+    verdict = parity.judge(config, stack, builder(stack, layout="joined"))
+    assert verdict.passed, verdict.describe()
+
+
+def test_one_bag_of_all_tables_takes_full_bags_only():
+    config = config_of("pytorch-eager")
+    dataset = config.data.open("")
+    stack = builder("pytorch-eager", layout="joined")(config, dataset, initial_arrays(config, dataset))
+    with pytest.raises(UserError, match="has bags that are not full"):
+        stack.put(Batches(dataset, "train", 64)[0].batch)
+
+
+def test_one_bag_of_all_tables_exports_what_it_was_given():
+    config = config_of("pytorch-eager", "data.fixed_bags=true")
+    dataset = config.data.open("")
+    arrays = initial_arrays(config, dataset)
+    found = builder("pytorch-eager", layout="joined")(config, dataset, arrays).export()
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
 @pytest.mark.parametrize("eps", [1e-10, 2e-3], ids=["of torch", "twice"])
 @over_tables
 def test_a_wrong_epsilon_is_caught(stack, eps):
