@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,6 +71,9 @@ def worker(name: str, module: str, argument: Any, environment: Mapping[str, str]
             yield Worker(name, process)
         except BaseException:
             process.kill()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # A question that was never read must not hide the reason.
+                process.stdin.close()
             raise
 
 
@@ -80,6 +84,8 @@ def serve(start: Callable[[Any], tuple[dict[str, Any], Mapping[str, Callable[...
       start: Takes the argument; returns the first answer, and what can be asked for: name -> function of the
         arguments. A `UserError` is an answer, too.
     """
+    # Ctrl-C reaches all processes of a terminal; the parent ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Whatever a library prints goes to stderr: stdout is for the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -12,7 +12,7 @@ from jaxrec.reporting.record import find
 from jaxrec.reporting.sections import command, environment
 
 QUESTION = (
-    "How fast is a training step of the same DLRM-DCNv2 in jaxrec and in PyTorch, each at its best on the same hardware, "
+    "How fast is a training step of the same DLRM-DCNv2 in jaxrec and in PyTorch, each at the fastest of the settings tried on the same hardware, "
     "and in which part of the step do they differ?"
 )
 Record = Mapping[str, Any]
@@ -69,10 +69,10 @@ def finding(record: Record) -> str:
     for r in best_peers(record):
         by_size.setdefault(_size(r.case), []).append(r)
     said = "; ".join(
-        f"{size} {', '.join(f'{r.ratio:.2f}x ({_law(r.case)} ids, {_optimizer(r.case)})' for r in ratios)}"
+        f"{size} {', '.join(f'{r.text()} with {_law(r.case)} ids and {_optimizer(r.case)}' for r in ratios)}"
         for size, ratios in by_size.items()
     )
-    return f"End-to-end samples/s of jaxrec over the fastest PyTorch stack of the same optimizer: {said}."
+    return f"End-to-end samples/s of jaxrec over the fastest PyTorch stack of the same optimizer, and the spread of the turns: {said}."
 
 
 def _size(case: str) -> str:
@@ -126,8 +126,8 @@ def render(record: Record) -> str:
         "",
         "Milliseconds a step, median (spread of the turns); ratios are PyTorch's time over jaxrec's, above 1 where jaxrec is faster.",
         "",
-        "| size, ids, optimizer | stack | step, batches on the device | end to end | samples/s | peak memory, GiB | jaxrec is faster by |",
-        "|---|---|---|---|---|---|---|",
+        "| size, ids, optimizer | stack | step, batches on the device | end to end | samples/s | a batch to the device, ms | peak memory, GiB | jaxrec is faster by |",
+        "|---|---|---|---|---|---|---|---|",
         *(_row(record, case, stack) for case in cases(record) for stack in stacks(record, case)),
         "",
         "## Where the time went",
@@ -138,23 +138,35 @@ def render(record: Record) -> str:
         *_gates(record),
         "## What limits the conclusion",
         "",
-        "One machine; on a CPU. It says nothing about GPUs, where launches and memory are other matters, nor about several "
-        "devices: data parallelism is not compared. jaxrec's step checks that everything is finite before it writes, PyTorch's "
-        "does not, and jaxrec's figure holds that. Both get their batches from the same threads of one Python process; a "
-        "PyTorch `DataLoader` with worker processes is not tried. Ids are checked outside the step on both sides. Labels are coin "
-        "flips at the sizes that are timed. The regions are of one traced run each, and tracing slows both; PyTorch's are wall "
-        "time of the calling thread, jaxrec's are thread time scaled to the step's wall time. Peak memory is that of the process, both frameworks imported in each.",
+        f"One machine, {_place(record)}; several devices are not compared. jaxrec's step checks that everything is finite before it writes, PyTorch's "
+        "does not, and jaxrec's figure holds that. Both get their batches from the same pipeline of jaxrec, in threads of their Python process, and bring them "
+        "to the device in one more; for PyTorch that includes casting ids and laying them out (the column says how long a batch takes). A `DataLoader` with worker processes "
+        "is not tried, nor are updates of rows written by hand instead of PyTorch's sparse Adagrad, nor allocators other than glibc's. Settings are chosen by steps on the device, not end to end. Ids are "
+        "checked outside the step on both sides. Labels are coin flips at the sizes that are timed. The regions are of one traced run each, and tracing slows both; PyTorch's are wall "
+        "time of the calling thread, jaxrec's are thread time scaled to the step's wall time. Peak memory is the process's after two steps at the usual setting; a PyTorch process has JAX in it, too, "
+        "which makes its first weights, and so has its start.",
         "",
         "## What was tried and did not help",
         "",
         *_settings(record),
         "## Next measurement",
         "",
-        "The same on a GPU, where FBGEMM's fused operation was made to run, with CUDA graphs on PyTorch's side: "
-        "`python -m experiments.jax_vs_pytorch.run --device=cuda`.",
+        *_next(record),
         "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _place(record: Record) -> str:
+    if record["device"] == "cpu":
+        return "on its CPU: it says nothing about GPUs, where launches and memory are other matters"
+    return "on its GPU, without CUDA graphs on PyTorch's side; memory is the host's"
+
+
+def _next(record: Record) -> list[str]:
+    if record["device"] == "cpu":
+        return ["The same on a GPU: `python -m experiments.jax_vs_pytorch.run --device=cuda`."]
+    return ["The same with CUDA graphs on PyTorch's side."]
 
 
 def _bottleneck(record: Record) -> str:
@@ -172,6 +184,8 @@ def _bottleneck(record: Record) -> str:
 def _losses(record: Record) -> list[str]:
     """Says where PyTorch is faster, and which region that is."""
     lost = [ratio(record, c, p) for c in cases(record) for p in stacks(record, c)[1:]]
+    if not lost:
+        return []
     lost = [r for r in lost if r.ratio < 1]
     if not lost:
         return ["No PyTorch stack is faster than jaxrec in the median of any case.", ""]
@@ -191,7 +205,7 @@ def _losses(record: Record) -> list[str]:
 def _method(record: Record) -> list[str]:
     return [
         f"Each stack is a process of its own. It first finds its fastest setting (below); then the stacks take "
-        f"{record['rounds']} turns of at least {record['seconds']:g} s, forth and back, after one that is dropped, first on "
+        f"{record['rounds']} turns of about {record['seconds']:g} s, forth and back, after one that is dropped, first on "
         f"{record['resident_batches']} batches that are on the device, then with batches made meanwhile by {record['threads']} "
         "threads from rows in memory. Loads during the turns: "
         + ", ".join(f"{r['median']:.1f}" for r in record["rows"] if r["name"] == "load average")
@@ -229,9 +243,10 @@ def _bound(record: Record) -> list[str]:
 def _row(record: Record, case: str, stack: str) -> str:
     fed, rate = _samples(record, "end to end", case, stack), _samples(record, "end to end", case, stack, "rate")
     memory = find(record, name="peak memory", case=case, stack=stack)["median"]
+    put = median(_samples(record, "to the device", case, stack, "batch"))
     cells = [
         _title(case), stack, _spread(_samples(record, "step", case, stack)), _spread(fed), f"{median(rate):,.0f}",
-        f"{memory:.1f}", "" if stack == "jax" else ratio(record, case, stack).text(),
+        f"{put:.1f}", f"{memory:.1f}", "" if stack == "jax" else ratio(record, case, stack).text(),
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -301,7 +316,7 @@ def _start_up(record: Record) -> list[str]:
         "## Start-up",
         "",
         "Seconds, apart from any step time: until the second step is done, from the start of the process (rows drawn and "
-        "weights made meanwhile), and of compiling in it; with an empty compile cache and with the one left by the process before.",
+        "weights made meanwhile), and of compiling in it (PyTorch compiles at a first call, whose passes are in it); with an empty compile cache and with the one left by the process before.",
         "",
         "| size, optimizer | stack | to the second step, cold | warm | compiling, cold | warm |",
         "|---|---|---|---|---|---|",
@@ -330,7 +345,7 @@ def _quality(record: Record) -> list[str]:
         "## Quality",
         "",
         f"{facts['config']}{', ' + facts['instead'] if facts['instead'] else ''}, without what the baselines lack (dropout, auxiliary "
-        "tasks, Adam), under Adagrad, from the same weights on the same batches; validation NE every "
+        "tasks, Adam), under Adagrad, from the same weights on the same batches, each stack at its usual setting and compiled before the clock runs; validation NE every "
         f"{facts['steps'][0]} steps. Seconds are those of training with its input, without evaluation and start-up. The target is "
         f"the best NE that all stacks reach, {target:.4f}.",
         "",
@@ -345,6 +360,8 @@ def _quality(record: Record) -> list[str]:
         lines.append(
             f"| {stack} | {samples[best]:.4f} | {facts['steps'][best]} | {samples[-1]:.4f} | {times[stack][reached]:.1f} |"
         )
+    if len(rows) == 1:
+        return [*lines, ""]
     largest = max(abs(a - b) for s in rows.values() for a, b in zip(rows["jax"], s, strict=True))
     return [*lines, "", f"The largest difference of NE to jaxrec's at the same step is {largest:.1e}.", ""]
 
@@ -352,17 +369,21 @@ def _quality(record: Record) -> list[str]:
 def _gates(record: Record) -> list[str]:
     if not record["gates"]:
         return []
+    small = next(iter(record["gates"].values()))["small"]
     lines = [
         "## Do they compute the same?",
         "",
-        "The gate of [experiments/baselines](../../experiments/baselines/README.md) ran first: from the same weights, loss, dense "
-        "gradients, weights and accumulators after 1 and 50 steps, and the AUC of a short run. Shown is what came nearest to its limit.",
+        "The gate of [experiments/baselines](../../experiments/baselines/README.md) came before the turns, with the ids and the layout of tables that are timed: from the same weights, loss, dense "
+        "gradients, weights and accumulators after 1 and 50 steps, and the AUC of a short run. "
+        f"It compares a small version of each size (tables of {small['rows']:,} rows, batches of {small['batch']}, perceptrons {small['narrower']} times as narrow, weights under an eps of "
+        f"{small['eps']:g}), because at full size rounding alone makes two equal programs differ (the README says why). Shown is what came nearest to its limit.",
         "",
-        "| size | stack | tables | optimizer | worst | difference | limit | comparisons failed before |",
+        "| size | stack | ids, tables | optimizer | worst | difference | limit | comparisons failed before |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, verdict in record["gates"].items():
-        worst, (size, stack, layout) = verdict["worst"], name.split(", ")
+        worst, (size, stack) = verdict["worst"], name.split(", ")
+        layout = f"{verdict['small']['ids']}, {verdict['small']['layout']}"
         lines.append(
             f"| {size.removeprefix('dlrm_')} | {stack} | {layout} | {verdict['optimizer']} | {worst['what']}, after {worst['after']} steps | "
             f"{worst['value']:.1e} | {worst['limit']:g} | {len(verdict['earlier'])} |"
@@ -372,13 +393,15 @@ def _gates(record: Record) -> list[str]:
 
 def _settings(record: Record) -> list[str]:
     lines = [
-        "Before it is timed, each stack tries its settings; the fastest of those that can still be had is used (memory, once kept, "
-        "stays kept: freed memory is not given back to the system, `jaxrec/startup.py`). Milliseconds a step on batches on the device, median of three short samples.",
+        "Before it is timed, each stack tries its settings, and the fastest is used, under the other law of ids, too. All stacks keep freed memory instead of giving it back to the system "
+        "(`jaxrec.startup.keep_freed_memory`); where a start was timed, the usual setting was tried without that. Milliseconds a step on batches on the device, medians of short samples.",
         "",
         "| size, ids, optimizer | stack | settings tried | used |",
         "|---|---|---|---|",
     ]  # fmt: skip
     for key, found in record["settings"].items():
+        if not found["tried"]:
+            continue
         case, _, stack = key.rpartition(", ")
         tried = "; ".join(f"{_setting(t)}: {median(t['ms']):.1f}" for t in found["tried"])
         lines.append(f"| {_title(case)} | {stack} | {tried} | {_setting(found['used'])} |")

@@ -13,15 +13,12 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
-import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,12 +26,12 @@ from typing import Any
 from absl import flags
 
 from experiments import study
-from experiments.baselines.stacks import LAYOUTS, OPTIMIZERS
+from experiments.baselines.stacks import OPTIMIZERS
 from experiments.jax_vs_pytorch.report import figures, render
 from experiments.jax_vs_pytorch.sides import RESIDENT_BATCHES, THREADS, Case
 from experiments.workers import Worker, forth_and_back, worker
 from jaxrec import flags as jaxrec_flags
-from jaxrec.checks import require
+from jaxrec.checks import UserError, one_of, require
 from jaxrec.configs import catalogue
 from jaxrec.profiling import merged_trace
 from jaxrec.reporting import record as record_lib
@@ -57,6 +54,9 @@ MOVIELENS = {
     "embedding.optimizer.learning_rate": 0.05, "embedding.optimizer.initial_accumulator": 0.0,
 }  # fmt: skip
 QUALITY_EVERY, QUALITY_STEPS = 40, 480
+TUNING_SAMPLES = 3
+TRACE = "trace.json.gz"
+WAIT_POLICY = os.environ.get("OMP_WAIT_POLICY", "passive")
 PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu")
 
 
@@ -78,6 +78,8 @@ class Options:
 
     def __post_init__(self):
         require(self.rounds >= 1, f"--rounds is {self.rounds}, but must be at least 1")
+        one_of("--device", self.device, ("cpu", "cuda"))
+        require(bool(self.stacks), f"--stacks is empty, but must name some of: {'; '.join(OPTIMIZERS)}")
         require(0 < self.seconds < 600, f"--seconds is {self.seconds}, but must be greater than 0 and below 600")
         for stack in self.stacks:
             known = "; ".join(OPTIMIZERS)
@@ -98,11 +100,13 @@ def main() -> int:
     # Several processes share a GPU: none may take most of its memory in advance.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     values = flags.FLAGS
-    options = Options(values.rounds, values.seconds, values.device, tuple(values.stacks))
-    for size in values.sizes:
+    options = Options(values.rounds, values.seconds, values.device, tuple(dict.fromkeys(values.stacks)))
+    sizes = list(dict.fromkeys(values.sizes))
+    require(bool(sizes), f"--sizes is empty, but must name some of: {', '.join(SIZES)}")
+    for size in sizes:
         require(size in SIZES, f"--sizes has {size!r}, but must name some of: {', '.join(SIZES)}")
     return study.run(
-        measure=lambda: measure(values.sizes, options),
+        measure=lambda: measure(sizes, options),
         # One peer: compiling takes its time. Without PyTorch, jaxrec alone.
         smoke=lambda: measure(
             ["dlrm_balanced"], dataclasses.replace(options, rounds=2, seconds=0.05, stacks=options.stacks[:1]), TINY
@@ -120,57 +124,57 @@ def measure(sizes: Sequence[str], options: Options, changes: dict[str, Any] | No
       options: How much is measured.
       changes: Of the configs; those of `TINY` skip what takes long.
     """
-    finished, out = study.finished(), Path(flags.FLAGS.out)
-    stacks, absent = _installed(options.stacks)
+    stacks, absent = _installed(options.stacks, options.device)
     quick = changes is not None
     require(
         bool(stacks) or quick,
-        f"--stacks is {','.join(options.stacks)}, but none is installed; `make baseline` installs torch and FBGEMM",
+        f"--stacks is {','.join(options.stacks)}, but none can be used here; `make baseline` installs torch and FBGEMM",
     )
-    rows, regions, settings = [], {}, {}
-    wanted = [(s, p, y) for s in sizes for p in stacks for y in _layouts(p)] if not quick else []
-    # Two at a time: nothing is timed yet.
-    with ThreadPoolExecutor(2) as pool:
-        gates = finished.get("gates", lambda: dict(pool.map(lambda g: _gate(g[0], g[1], g[2], options.device), wanted)))
-    traces = Path(tempfile.mkdtemp())
-    try:
+    finished, rows, gates, regions, settings, traced = study.finished(), [], {}, {}, {}, False
+    optimizers = list(dict.fromkeys([OPTIMIZERS[s] for s in stacks] or ["adagrad"]))
+    with tempfile.TemporaryDirectory() as traces:
         for size in sizes:
-            for law in LAWS.get(size, ("zipf", "uniform"))[: 1 if quick else None]:
-                for optimizer in dict.fromkeys([OPTIMIZERS[s] for s in stacks] or ["adagrad"]):
-                    peers = [s for s in stacks if OPTIMIZERS[s] == optimizer]
-                    cases = [
-                        Case(s, size, optimizer, _changes(size, law, changes), options.device) for s in ("jax", *peers)
-                    ]
-                    name = f"{size}, {law}, {optimizer}"
-                    found = finished.get(
-                        name,
-                        lambda c=cases, n=name, law=law: _company(c, n, options, traces if law == "zipf" else None),
-                    )
+            for optimizer in optimizers:
+                peers = [s for s in stacks if OPTIMIZERS[s] == optimizer]
+                used: dict[str, Any] = {}
+                for law in LAWS.get(size, ("zipf", "uniform"))[: 1 if quick else None]:
+                    of_law = _changes(size, law, changes)
+                    company = Company(
+                        f"{size}, {law}, {optimizer}",
+                        [Case(s, size, optimizer, of_law, options.device) for s in ("jax", *peers)],
+                        used, starts=size == sizes[0] and not quick, gated=not quick,
+                    )  # fmt: skip
+                    found = finished.get(company.name, lambda c=company: c.measure(options, Path(traces)))
                     rows += found["rows"]
-                    regions |= {f"{name}, {stack}": r for stack, r in found["regions"].items()}
-                    settings |= {f"{name}, {stack}": s for stack, s in found["settings"].items()}
+                    gates |= found["gates"]
+                    regions |= {f"{company.name}, {stack}": r for stack, r in found["regions"].items()}
+                    settings |= {f"{company.name}, {stack}": s for stack, s in found["settings"].items()}
+                    used = {stack: s["used"] for stack, s in found["settings"].items()}
+                    traced |= found["traced"]
         quality = finished.get("quality", lambda: _quality(stacks, options, quick))
         rows += quality["rows"] + finished.get("imports", lambda: _imports(stacks))
-    finally:
-        shutil.rmtree(traces, ignore_errors=True)
-    trace = out / "trace.json.gz" if flags.FLAGS.mode != "smoke" else None
+    if not traced:
+        (Path(flags.FLAGS.out) / TRACE).unlink(missing_ok=True)
     return record_lib.make(
         STUDY, rows, rounds=options.rounds, seconds=options.seconds, device=options.device, stacks=["jax", *stacks],
         absent=absent, gates=gates, regions=regions, settings=settings, quality=quality["facts"],
         sizes={size: _shape(size, changes) for size in sizes}, threads=THREADS, resident_batches=RESIDENT_BATCHES,
-        peer_versions=_peer_versions(), omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", "passive"),
-        trace=trace is not None and trace.exists(),
+        peer_versions=_peer_versions(), omp_wait_policy=WAIT_POLICY, trace=traced,
     )  # fmt: skip
 
 
-def _installed(stacks: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Returns the stacks whose packages are there, and why others are left out."""
+def _installed(stacks: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
+    """Returns the stacks that can be used, and why others cannot: each's packages are imported in a process."""
     absent = {}
     for stack in stacks:
-        package = "fbgemm_gpu" if stack == "pytorch-fbgemm" else "torch"
-        if importlib.util.find_spec(package) is None:
-            absent[stack] = f"{package} is not installed"
-            print(f"{stack}: left out, as {absent[stack]} (`make baseline` installs it)", flush=True)
+        code = "import torch" + ("; import fbgemm_gpu" if stack == "pytorch-fbgemm" else "")
+        code += "; assert torch.cuda.is_available(), 'PyTorch sees no GPU'" if device == "cuda" else ""
+        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        if done.returncode:
+            absent[stack] = record_lib.without_paths(
+                (done.stderr.strip().splitlines() or ["it ends without a word"])[-1]
+            )
+            print(f"{stack}: left out ({absent[stack]}); `make baseline` installs torch and FBGEMM", flush=True)
     return [s for s in stacks if s not in absent], absent
 
 
@@ -188,7 +192,7 @@ def _changes(size: str, law: str, changes: dict[str, Any] | None) -> dict[str, A
 
 
 def _shape(size: str, changes: dict[str, Any] | None) -> dict[str, Any]:
-    config, _ = Case("jax", size, "adagrad", _changes(size, "zipf", changes)).build()
+    config = Case("jax", size, "adagrad", _changes(size, "zipf", changes)).settled()
     tables = config.data.data  # pyright: ignore[reportAttributeAccessIssue]
     return {
         "batch": config.training.batch_size, "tables": tables.tables, "rows": tables.table_rows[0],
@@ -196,56 +200,106 @@ def _shape(size: str, changes: dict[str, Any] | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _layouts(stack: str) -> tuple[str, ...]:
-    """Returns the layouts of tables that a stack may be timed with; FBGEMM's operation has one of its own."""
-    return LAYOUTS if OPTIMIZERS[stack] == "adagrad" else LAYOUTS[:1]
+def _gate(case: Case, setting: dict[str, Any]) -> dict[str, Any]:
+    """Returns the verdict on a stack with the ids and the layout that it is timed with."""
+    argument = {"config": case.config, "stack": case.stack, "device": case.device, **setting}
+    module, environment = "experiments.jax_vs_pytorch.gate", _environment(case)
+    with worker(f"the gate of {case.stack}", module, argument, environment) as process:
+        return process.started
 
 
-def _gate(size: str, stack: str, layout: str, device: str) -> tuple[str, dict[str, Any]]:
-    begin, name = time.perf_counter(), f"{size}, {stack}, {layout}"
-    argument = {"config": size, "stack": stack, "layout": layout, "device": device}
-    with worker(f"the gate of {stack}", "experiments.jax_vs_pytorch.gate", argument) as process:
-        verdict = process.started
-    print(f"gate        {name}: agrees, {time.perf_counter() - begin:.0f} s", flush=True)
-    return name, verdict
+def _environment(case: Case, caches: Path | None = None) -> dict[str, str]:
+    """Returns the variables of a process that is no other's: where it computes, how OpenMP waits, its caches."""
+    on_gpu = case.device == "cuda"
+    # A PyTorch process makes its first weights by JAX on the CPU, and leaves the GPU to PyTorch.
+    platforms = {"JAX_PLATFORMS": "cuda" if on_gpu and case.stack == "jax" else "cpu"}
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(caches / case.stack)} if caches is not None else {}
+    return {"OMP_WAIT_POLICY": WAIT_POLICY, **platforms, **cache}
 
 
-def _start(case: Case, caches: Path, *, given: bool = False) -> contextlib.AbstractContextManager[Worker]:
-    argument = {**dataclasses.asdict(case), "given": given, "cache": str(caches / "jax")}
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(caches / case.stack), "OMP_WAIT_POLICY": "passive"}
-    if case.stack != "jax":
-        environment["JAX_PLATFORMS"] = "cpu"  # It makes the first weights there, and leaves the GPU to PyTorch.
-    return worker(case.stack, "experiments.jax_vs_pytorch.worker", argument, environment)
+def _start(
+    case: Case, caches: Path, *, given: bool = False, keep: bool = True
+) -> contextlib.AbstractContextManager[Worker]:
+    argument = {**dataclasses.asdict(case), "given": given, "keep": keep, "cache": str(caches / "jax")}
+    return worker(case.stack, "experiments.jax_vs_pytorch.worker", argument, _environment(case, caches))
 
 
-def _company(cases: Sequence[Case], name: str, options: Options, traces: Path | None) -> dict[str, Any]:
-    """Times the stacks of one size and optimizer in turns; returns rows, regions and the settings that were used."""
-    rows, regions, settings, sampled = [], {}, {}, {}
+@dataclasses.dataclass
+class Company:
+    """The stacks of one size, law and optimizer, which are timed in turns.
 
-    def row(what: str, stack: str, metric: str, unit: str, samples: Sequence[float]) -> None:
-        rows.append(record_lib.row(what, stack, name, metric, unit, samples))
+    Attributes:
+      name: In the record.
+      cases: jaxrec's first.
+      used: Stack -> the setting that was found the fastest under another law; empty: it is to be found.
+      starts: Whether starts are timed, too.
+      gated: Whether the gate comes before the timing.
+    """
 
-    with contextlib.ExitStack() as stack:
-        caches = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # One after the other: a start is timed, too. The first starts have nothing in their caches.
-        workers = []
-        for case in cases:
-            for temperature in ("cold", "warm") if traces is not None else ("warm",):
-                process = stack.enter_context(contextlib.ExitStack())
-                begin = time.perf_counter()
-                one = process.enter_context(_start(case, caches))
-                first = one.ask("first_step")
-                if traces is not None:
-                    row(f"start, {temperature} cache", case.stack, "to_second_step", "s", [time.perf_counter() - begin])
-                    row(f"compile, {temperature} cache", case.stack, "compile", "s", [first["compile"]])
-                if temperature == "cold":
-                    process.close()
-                else:
-                    workers.append(one)
-        steps = {}
-        for one in workers:
-            best, tried = _tune(one, options)
-            settings[one.name], steps[one.name] = {"used": best, "tried": tried}, _steps(one, options.seconds)
+    name: str
+    cases: Sequence[Case]
+    used: dict[str, Any]
+    starts: bool
+    gated: bool
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def row(self, what: str, stack: str, metric: str, unit: str, samples: Sequence[float]) -> None:
+        self.rows.append(record_lib.row(what, stack, self.name, metric, unit, samples))
+
+    def measure(self, options: Options, traces: Path) -> dict[str, Any]:
+        """Returns rows, verdicts of the gate, regions, the settings that were used, and whether a trace was written."""
+        settings, gates, regions, traced = {}, {}, {}, False
+        first_law = not self.used
+        with contextlib.ExitStack() as stack:
+            caches = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            # Where starts are timed, one after the other: the first has nothing in its cache, and the system's memory.
+            tried = {c.stack: self._first_start(c, caches, options) for c in self.cases if self.starts and first_law}
+            workers = {c.stack: self._start(stack, c, caches) for c in self.cases}
+            for name, one in workers.items():
+                best = self.used.get(name) or _tune(one, options, tried.setdefault(name, []))
+                one.ask("use", setting=best)
+                settings[name] = {"used": best, "tried": tried.get(name, [])}
+            if self.gated and first_law:
+                for case in self.cases[1:]:
+                    gates[f"{case.config}, {case.stack}"] = _gate(case, settings[case.stack]["used"])
+            self._turns(list(workers.values()), options)
+            if first_law:
+                for name, one in workers.items():
+                    folder = traces / self.name.replace(", ", "_") / name
+                    folder.mkdir(parents=True)
+                    found = one.ask("profile", folder=str(folder), steps=5)
+                    regions[name] = {**found, "trace": str(folder / found["trace"])}
+                traced = _merge(self.name, regions)
+                for found in regions.values():
+                    del found["trace"], found["places"]
+        return {"rows": self.rows, "gates": gates, "regions": regions, "settings": settings, "traced": traced}
+
+    def _first_start(self, case: Case, caches: Path, options: Options) -> list[dict[str, Any]]:
+        """Times a start without a cache; returns what a step takes with the memory that the system gives and takes."""
+        begin = time.perf_counter()
+        with _start(case, caches, keep=False) as one:
+            self._started(one, begin, "cold")
+            setting = one.ask("settings")["settings"][0]
+            return [_tried(one, {**setting, "memory": "not kept"}, options)]
+
+    def _start(self, stack: contextlib.ExitStack, case: Case, caches: Path) -> Worker:
+        begin = time.perf_counter()
+        one = stack.enter_context(_start(case, caches))
+        self._started(one, begin, "warm")
+        self.row("peak memory", case.stack, "resident_size", "GiB", [one.ask("peak")["bytes"] / 2**30])
+        return one
+
+    def _started(self, one: Worker, begin: float, cache: str) -> None:
+        compiling = one.ask("compile")["seconds"]
+        one.ask("resident", steps=2)
+        if self.starts and not self.used:
+            seconds = time.perf_counter() - begin
+            self.row(f"start, {cache} cache", one.name, "to_second_step", "s", [seconds])
+            self.row(f"compile, {cache} cache", one.name, "compile", "s", [compiling])
+
+    def _turns(self, workers: Sequence[Worker], options: Options) -> None:
+        steps = {one.name: _steps(one, options.seconds) for one in workers}
+        sampled: dict[str, dict[str, list[float]]] = {}
         for kind in ("resident", "fed"):
             sampled[kind] = {one.name: [] for one in workers}
             for turn in range(options.rounds + 1):
@@ -253,68 +307,53 @@ def _company(cases: Sequence[Case], name: str, options: Options, traces: Path | 
                     ms = one.ask(kind, steps=steps[one.name])["ms"]
                     if turn:  # The first turn warms up.
                         sampled[kind][one.name].append(ms)
-        batch = _batch(cases[0])
+        batch = self.cases[0].settled().training.batch_size
         for one in workers:
-            row("step", one.name, "step", "ms", sampled["resident"][one.name])
-            row("end to end", one.name, "step", "ms", sampled["fed"][one.name])
-            row("end to end", one.name, "rate", "samples/s", [1e3 * batch / ms for ms in sampled["fed"][one.name]])
-            row("peak memory", one.name, "resident_size", "GiB", [one.ask("memory")["peak_bytes"] / 2**30])
-        print(
-            f"{name}: "
-            + ", ".join(f"{one.name} {median(sampled['fed'][one.name]):.1f} ms a step" for one in workers)
-            + f"; load {os.getloadavg()[0]:.1f}",
-            flush=True,
-        )
-        row("load average", "machine", "load", "1", [os.getloadavg()[0]])
-        if traces is not None:
-            for one in workers:
-                folder = traces / name.replace(", ", "_") / one.name
-                folder.mkdir(parents=True)
-                regions[one.name] = one.ask("profile", folder=str(folder), steps=5)
-            _merge(name, regions, traces)
-            for found in regions.values():
-                del found["trace"], found["places"]
-    return {"rows": rows, "regions": regions, "settings": settings}
-
-
-def _batch(case: Case) -> int:
-    return case.build()[0].training.batch_size
+            fed = sampled["fed"][one.name]
+            self.row("step", one.name, "step", "ms", sampled["resident"][one.name])
+            self.row("end to end", one.name, "step", "ms", fed)
+            self.row("end to end", one.name, "rate", "samples/s", [1e3 * batch / ms for ms in fed])
+            self.row("to the device", one.name, "batch", "ms", [one.ask("put", batches=8)["ms"] for _ in range(3)])
+        self.row("load average", "machine", "load", "1", [os.getloadavg()[0]])
+        said = ", ".join(f"{one.name} {median(sampled['fed'][one.name]):.1f} ms a step" for one in workers)
+        print(f"{self.name}: {said}; load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 def _steps(one: Worker, seconds: float) -> int:
-    """Returns how many steps fill a turn."""
-    return max(1, math.ceil(1e3 * seconds / one.ask("resident", steps=2)["ms"]))
+    """Returns how many steps fill a turn, about."""
+    return max(1, round(1e3 * seconds / one.ask("resident", steps=2)["ms"]))
 
 
-def _tune(one: Worker, options: Options) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Leaves a worker at its fastest setting; returns that, and what each took."""
-    tried = []
+def _tried(one: Worker, setting: dict[str, Any], options: Options) -> dict[str, Any]:
+    """Returns a setting with what a step takes under it: TUNING_SAMPLES of half a turn, after one that warms up."""
+    steps = max(1, _steps(one, options.seconds) // 2)
+    return {**setting, "ms": [one.ask("resident", steps=steps)["ms"] for _ in range(TUNING_SAMPLES)]}
+
+
+def _tune(one: Worker, options: Options, tried: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adds what each setting takes to `tried`; returns the fastest."""
+    found = []
     for setting in one.ask("settings")["settings"]:
         one.ask("use", setting=setting)
-        one.ask("resident", steps=2)
-        steps = max(1, _steps(one, options.seconds) // 2)
-        tried.append({**setting, "ms": [one.ask("resident", steps=steps)["ms"] for _ in range(3)]})
-    # A setting that was left cannot always be entered again: memory, once kept, stays so.
-    usable = [t for t in tried if t["memory"] == tried[-1]["memory"]]
-    best = min(usable, key=lambda t: median(t["ms"]))
-    setting = {k: v for k, v in best.items() if k != "ms"}
-    one.ask("use", setting=setting)
-    one.ask("resident", steps=2)
-    return setting, tried
+        found.append((median(_remember(tried, _tried(one, setting, options))["ms"]), setting))
+    return min(found, key=lambda f: f[0])[1]
 
 
-def _merge(name: str, regions: dict[str, Any], traces: Path) -> None:
-    """Writes the committed trace: jaxrec and the compiled stack at the balanced size, on one time axis."""
-    if not name.startswith("dlrm_balanced") or "pytorch-compiled" not in regions or flags.FLAGS.mode == "smoke":
-        return
-    folder = traces / name.replace(", ", "_")
-    sides = [
-        merged_trace.Side(stack, folder / stack / regions[stack]["trace"], regions[stack]["places"])
-        for stack in ("jax", "pytorch-compiled")
-    ]
+def _remember(tried: list[dict[str, Any]], one: dict[str, Any]) -> dict[str, Any]:
+    tried.append(one)
+    return one
+
+
+def _merge(name: str, regions: dict[str, Any]) -> bool:
+    """Writes the trace of jaxrec and the compiled stack at the balanced size, on one time axis; returns whether."""
+    stacks = ("jax", "pytorch-compiled")
+    if not name.startswith("dlrm_balanced") or not set(stacks) <= set(regions) or flags.FLAGS.mode == "smoke":
+        return False
+    sides = [merged_trace.Side(s, Path(regions[s]["trace"]), regions[s]["places"]) for s in stacks]
     out = Path(flags.FLAGS.out)
     out.mkdir(parents=True, exist_ok=True)
-    merged_trace.write(merged_trace.merge(sides), out / "trace.json.gz")
+    merged_trace.write(merged_trace.merge(sides), out / TRACE)
+    return True
 
 
 def _quality(stacks: Sequence[str], options: Options, quick: bool) -> dict[str, Any]:
@@ -338,6 +377,8 @@ def _quality(stacks: Sequence[str], options: Options, quick: bool) -> dict[str, 
             stack.enter_context(_start(Case(s, config, "adagrad", changes, options.device), caches, given=True))
             for s in ("jax", *peers)
         ]
+        for one in workers:
+            one.ask("compile")  # No clock is running yet.
         times: dict[str, list[float]] = {one.name: [] for one in workers}
         ne: dict[str, list[float]] = {one.name: [] for one in workers}
         for turn, until in enumerate(points):
@@ -363,7 +404,9 @@ def _imports(stacks: Sequence[str]) -> list[dict[str, Any]]:
     for turn in range(4):
         for name, code in programs.items():
             begin = time.perf_counter()
-            subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+            done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+            if done.returncode:
+                raise UserError(f"{name}: `{code}` has ended with status {done.returncode}")
             if turn:  # The first reads the files from the disk.
                 samples[name].append(time.perf_counter() - begin)
     return [record_lib.row("import", name, "", "process", "s", s) for name, s in samples.items()]

@@ -12,10 +12,13 @@ import numpy as np
 
 from experiments.baselines.stacks import OPTIMIZERS, builder, paired
 from experiments.drawn import Drawn
+from jaxrec.checks import require
 from jaxrec.configs import catalogue, overrides
 from jaxrec.data.device import DevicePrefetch
 from jaxrec.data.pipeline import Batches, stream
 from jaxrec.data.schema import Dataset
+from jaxrec.flags import cache_dir
+from jaxrec.precision import CPU_PRODUCTS
 from jaxrec.training.config import Config
 from jaxrec.training.metrics import EvaluationMetrics
 
@@ -41,23 +44,22 @@ class Case:
     changes: Mapping[str, Any]
     device: str = "cpu"
 
-    def build(self) -> tuple[Config, Dataset]:
-        """Returns the config, its rows in memory, and the data set."""
+    def settled(self) -> Config:
+        """Returns the config, its rows held in memory."""
         config = catalogue.get(self.config)
         for path, value in {"embedding.optimizer.name": self.optimizer, **self.changes}.items():
             config = overrides.replace(config, path, tuple(value) if isinstance(value, list) else value)
         if self.stack != "jax":
             config = paired(config, self.stack)
         # The baselines have one task; nor has jaxrec others then.
-        config = dataclasses.replace(config, data=Drawn(config.data, auxiliary=False))
-        return config, config.data.open("")
+        return dataclasses.replace(config, data=Drawn(config.data, auxiliary=False))
 
 
 class Side(Protocol):
     """A model in training."""
 
-    def first_step(self) -> dict[str, float]:
-        """Takes the first step; returns the seconds of compiling, and of the step itself."""
+    def compile(self) -> float:
+        """Compiles what is not compiled yet, without a change of the weights; returns the seconds of compiling."""
         ...
 
     def settings(self) -> list[dict[str, Any]]:
@@ -74,6 +76,10 @@ class Side(Protocol):
 
     def fed(self, steps: int) -> float:
         """Returns the ms of a step whose batches come through the input pipeline, on `THREADS` threads."""
+        ...
+
+    def put(self, batches: int) -> float:
+        """Returns the ms in which a batch is brought to the device, into the layout that the step takes."""
         ...
 
     def profile(self, folder: str, steps: int) -> dict[str, Any]:
@@ -93,24 +99,39 @@ class Side(Protocol):
 class JaxSide:
     """jaxrec's own training program."""
 
-    def __init__(self, config: Config, dataset: Dataset):
-        from jaxrec.profiling.step_profile import Stepper
-        from jaxrec.training.evaluation import Evaluator
+    _stepper: Any = None
 
-        begin = time.perf_counter()
-        self._config, self._stepper = config, Stepper(config, dataset)
-        self._evaluator = lambda: Evaluator(config, dataset, self._stepper.program, self._stepper.state)
-        self._build_seconds = time.perf_counter() - begin
+    def __init__(self, case: Case, config: Config, dataset: Dataset):
+        """Builds the training program.
 
-    def first_step(self) -> dict[str, float]:
-        # The stepper compiles ahead of time, where it was built.
-        return {"compile": self._stepper.compile_seconds, "first_step": self._stepper.resident(1) / 1e3}
+        Raises:
+          UserError: JAX has no such device.
+        """
+        import jax
+
+        wanted = {"cpu": "cpu", "cuda": "gpu"}[case.device]
+        found = jax.default_backend()
+        require(found == wanted, f"--device is {case.device}, for which JAX must have a {wanted}, but it has a {found}")
+        self._config, self._dataset = config, dataset
+        self.use(self.settings()[0])
 
     def settings(self) -> list[dict[str, Any]]:
-        return [{"products": self._config.cpu_products, "memory": "kept"}]
+        import jax
+
+        libraries = [self._config.cpu_products, *(p for p in CPU_PRODUCTS if p != self._config.cpu_products)]
+        return [{"products": library} for library in (libraries if jax.default_backend() == "cpu" else libraries[:1])]
 
     def use(self, setting: Mapping[str, Any]) -> None:
-        assert setting == self.settings()[0]
+        from jaxrec.profiling.step_profile import Stepper
+
+        config = dataclasses.replace(self._config, cpu_products=setting["products"])
+        if self._stepper is None or self._used != setting:
+            self._stepper = None  # Freed before the next is allocated.
+            self._stepper, self._used = Stepper(config, self._dataset), dict(setting)
+
+    def compile(self) -> float:
+        assert self._stepper is not None
+        return self._stepper.compile_seconds  # Ahead of time, where it was built.
 
     def resident(self, steps: int) -> float:
         return self._stepper.resident(steps)
@@ -121,8 +142,14 @@ class JaxSide:
     def train(self, first: int, end: int) -> float:
         return self._stepper.train(first, end, THREADS)
 
+    def put(self, batches: int) -> float:
+        return self._stepper.put(batches)
+
     def evaluate(self) -> float:
-        values = self._evaluator().run(self._stepper.state, "validation")
+        from jaxrec.training.evaluation import Evaluator
+
+        evaluator = Evaluator(self._config, self._dataset, self._stepper.program, self._stepper.state)
+        values = evaluator.run(self._stepper.state, "validation")
         assert values is not None
         return values["ne"]
 
@@ -199,13 +226,11 @@ class TorchSide:
     def settings(self) -> list[dict[str, Any]]:
         import torch
 
-        usual = {"threads": torch.get_num_threads(), "ids": "int64", "layout": "separate", "memory": "default"}
-        kept = {**usual, "memory": "kept"}  # What cannot be undone in a process comes last, and stays.
-        tried = [usual, kept, {**kept, "threads": max(1, usual["threads"] // 2)}, {**kept, "ids": "int32"}]
+        usual = {"threads": torch.get_num_threads(), "ids": "int64", "layout": "separate"}
+        tried = [usual, {**usual, "threads": max(1, usual["threads"] // 2)}, {**usual, "ids": "int32"}]
         fixed = all(f.max_length == 1 or self._config_full_bags() for f in self._dataset.schema.features)
         if OPTIMIZERS[self._case.stack] == "adagrad" and fixed:
-            joined = {**kept, "layout": "joined"}
-            tried += [joined, {**joined, "threads": max(1, usual["threads"] // 2)}, {**joined, "ids": "int32"}]
+            tried += [{**usual, "layout": "joined"}, {**usual, "layout": "joined", "ids": "int32"}]
         return tried
 
     def _config_full_bags(self) -> bool:
@@ -215,10 +240,6 @@ class TorchSide:
     def use(self, setting: Mapping[str, Any]) -> None:
         import torch
 
-        from jaxrec.startup import keep_freed_memory
-
-        if setting["memory"] == "kept":
-            keep_freed_memory()
         torch.set_num_threads(setting["threads"])
         if (layout := f"{setting['layout']} {setting['ids']}") != self._layout:
             self._stack = self._inputs = None  # Freed before the next is allocated.
@@ -227,12 +248,11 @@ class TorchSide:
             count = min(RESIDENT_BATCHES, len(self._batches))
             self._inputs = [self._stack.put(self._batches[k].batch) for k in range(count)]
 
-    def first_step(self) -> dict[str, float]:
+    def compile(self) -> float:
+        assert self._stack is not None and self._inputs is not None
         begin = time.perf_counter()
-        self.resident(1)
-        # What compiles does so at the first call; the second tells how long a step takes without.
-        first, second = time.perf_counter() - begin, self.resident(1) / 1e3
-        return {"compile": max(first - second, 0.0), "first_step": second}
+        self._stack.dense_gradients(self._inputs[0])  # What compiles does so at the first call of both passes.
+        return time.perf_counter() - begin
 
     def resident(self, steps: int) -> float:
         assert self._inputs is not None
@@ -253,6 +273,15 @@ class TorchSide:
         with DevicePrefetch(stream(self._batches, first, end, threads=THREADS), self._stack.put) as ahead:
             self._take(end - first, lambda: next(ahead)[0])
         return time.perf_counter() - begin
+
+    def put(self, batches: int) -> float:
+        assert self._stack is not None
+        hosts = [self._batches[k].batch for k in range(min(batches, len(self._batches)))]
+        begin = time.perf_counter()
+        for k in range(batches):
+            self._stack.put(hosts[k % len(hosts)])
+        self._stack.wait()
+        return (time.perf_counter() - begin) / batches * 1e3
 
     def _take(self, steps: int, inputs: Callable[[], Any]) -> float:
         assert self._stack is not None
@@ -289,8 +318,8 @@ class TorchSide:
 
 def side(case: Case, *, given: bool) -> Side:
     """Builds a case's side; `given` as for `TorchSide`."""
-    if case.stack != "jax":
-        # Before torch is imported: OpenMP reads the environment once.
-        builder(case.stack, case.device)
-    config, dataset = case.build()
-    return JaxSide(config, dataset) if case.stack == "jax" else TorchSide(case, config, dataset, given=given)
+    config = case.settled()
+    dataset = config.data.open(cache_dir("data"))
+    if case.stack == "jax":
+        return JaxSide(case, config, dataset)
+    return TorchSide(case, config, dataset, given=given)

@@ -2,14 +2,14 @@
 
     python -m experiments.jax_vs_pytorch.worker CASE
 
-CASE is JSON: the fields of `sides.Case`, `given` (as `sides.TorchSide` has it), and `cache`, the folder of JAX's
-compile cache or nothing.
+CASE is JSON: the fields of `sides.Case`, `given` (as `sides.TorchSide` has it), `keep` (whether freed memory is kept),
+and `cache`, the folder of JAX's compile cache.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from experiments.jax_vs_pytorch.sides import Case, side
@@ -18,33 +18,38 @@ from jaxrec import environment, startup
 
 
 def start(argument: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., dict[str, Any]]]]:
-    """Builds the side; returns how long that took, and what it can be asked."""
-    given, cache = argument.pop("given"), argument.pop("cache")
+    """Builds the side; returns whether freed memory is kept, and what it can be asked."""
+    given, cache, keep = (argument.pop(name) for name in ("given", "cache", "keep"))
     case = Case(**argument)
-    if case.stack == "jax":
-        startup.keep_freed_memory()
-        startup.enable_compile_cache(cache)
-    imported = startup.seconds_since_process_start()
-    begin = time.perf_counter()
+    kept = keep and startup.keep_freed_memory()
+    startup.enable_compile_cache(cache)  # PyTorch's first weights are made by JAX, too.
     made = side(case, given=given)
-    built = time.perf_counter() - begin
 
     def use(setting: dict[str, Any]) -> dict[str, Any]:
         made.use(setting)
         return {}
 
-    can: dict[str, Callable[..., dict[str, Any]]] = {
-        "first_step": made.first_step,
+    return {"kept": kept}, {
+        "compile": lambda: {"seconds": made.compile()},
         "settings": lambda: {"settings": made.settings()},
         "use": use,
         "resident": lambda steps: {"ms": made.resident(steps)},
         "fed": lambda steps: {"ms": made.fed(steps)},
+        "put": lambda batches: {"ms": made.put(batches)},
         "train": lambda first, end: {"seconds": made.train(first, end)},
         "evaluate": lambda: {"ne": made.evaluate()},
         "profile": made.profile,
-        "memory": lambda: {"peak_bytes": environment.peak_memory_bytes()},
+        "peak": lambda: {"bytes": _peak_bytes()},
     }
-    return {"imported": imported, "built": built}, can
+
+
+def _peak_bytes() -> int:
+    """Returns the largest resident size of this process; unlike getrusage's, its parent's is no part of it."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return environment.peak_memory_bytes()
 
 
 if __name__ == "__main__":

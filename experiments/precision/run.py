@@ -27,6 +27,7 @@ from experiments.precision.report import BALANCED, BASELINE, MOVIELENS, SYNTHETI
 from jaxrec import flags as jaxrec_flags
 from jaxrec.configs import catalogue, overrides
 from jaxrec.reporting import record as record_lib
+from jaxrec.startup import keep_freed_memory
 from jaxrec.training.config import Config
 
 STUDY = "precision"
@@ -103,6 +104,7 @@ def define_flags() -> None:
 
 def main() -> int:
     """Runs the study; returns the exit status."""
+    keep_freed_memory()  # As `jaxrec.train` does.
     values = flags.FLAGS
     return study.run(
         measure=lambda: measure(values.data_dir, Size(values.seeds), study.finished()),

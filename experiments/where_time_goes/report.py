@@ -175,7 +175,7 @@ def _next(record: Record) -> list[str]:
             f"- {config}: `{worst}` takes {bound['wall_ms']:.2f} ms, of which {bound['bound_ms']:.2f} are its bound by {bound['limited_by']}: no "
             "region has more to gain. Time its operations one by one."
         )
-    return [*lines, "- Both on a GPU, where the input hides behind the device."]
+    return [*lines, "- Both on a GPU."]
 
 
 def figures(record: Record) -> dict[str, str]:

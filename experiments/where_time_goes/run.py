@@ -67,6 +67,8 @@ def define_flags() -> None:
 
 def main() -> int:
     """Runs the study; returns the exit status."""
+    # Whole runs are processes of their own: this one must leave them a GPU's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     samples, seconds = flags.FLAGS.samples, flags.FLAGS.seconds
     require(samples >= 2, f"--samples is {samples}, but must be at least 2")
     require(0 < seconds < 600, f"--seconds is {seconds}, but must be greater than 0 and below 600")
@@ -142,7 +144,7 @@ def _profile(subject: Subject, samples: int, seconds: float) -> dict[str, Any]:
     facts["regions"] = {k: facts["regions"][k] for k in ("devices", "mapped_share", "spanning_share", "total_ms")}
     facts |= {"batch": config.training.batch_size, "rows": dataset.splits["train"].rows}
     print(f"{subject.config}: {profile.verdict.sentence()}", flush=True)
-    for cache, values in _whole_runs(subject, whole, samples).items():
+    for cache, values in _whole_runs(subject, whole).items():
         for (name, metric, unit), value in values.items():
             row(f"{name}, {cache} cache", metric, unit, value)
     return {"rows": rows, "facts": facts}
@@ -189,7 +191,7 @@ def _seconds(once: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _whole_runs(subject: Subject, config: Config, samples: int) -> dict[str, dict[tuple[str, str, str], list[float]]]:
+def _whole_runs(subject: Subject, config: Config) -> dict[str, dict[tuple[str, str, str], list[float]]]:
     """Trains by the command, twice: the first run's compile cache is empty, the second has what the first left."""
     runs = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -190,6 +190,14 @@ class Stepper:
             self._take(end - first, lambda: next(ahead)[0])
         return time.perf_counter() - begin
 
+    def put(self, batches: int) -> float:
+        """Returns the ms in which a host batch is brought to the device."""
+        hosts = [self._batches[k].batch for k in range(min(batches, len(self._batches)))]
+        begin = time.perf_counter()
+        for k in range(batches):
+            jax.block_until_ready(self._put(hosts[k % len(hosts)]))
+        return (time.perf_counter() - begin) / batches * 1e3
+
     def trace(self, workdir: str, steps: int) -> str:
         """Traces steps, one after the other; returns the trace's folder, relative to the workdir."""
         folder = ""

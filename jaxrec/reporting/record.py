@@ -50,13 +50,18 @@ def make(study: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> dict[st
     return {
         "schema_version": SCHEMA_VERSION,
         "study": study,
-        "argv": [Path(sys.argv[0]).name, *(_ABSOLUTE.sub("PATH", a) for a in sys.argv[1:])],
+        "argv": [Path(sys.argv[0]).name, *(without_paths(a) for a in sys.argv[1:])],
         "git": git_state(),
         "environment": environment.describe(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
         **facts,
         "rows": list(rows),
     }
+
+
+def without_paths(text: str) -> str:
+    """Returns a text whose absolute paths are PATH: a record names no machine."""
+    return _ABSOLUTE.sub("PATH", text)
 
 
 def write(record: Mapping[str, Any], folder: Path) -> Path:
