@@ -113,7 +113,8 @@ def record(jax_ms, eager_ms, compiled_ms):
         },
         "settings": {}, "sizes": {"dlrm_balanced": {"batch": 4096, "tables": 26, "rows": 4, "bag": 1, "dim": 16}},
         "quality": {"config": "dlrm_movielens", "steps": [40, 80], "instead": ""}, "rounds": 2, "seconds": 1.0,
-        "threads": 2, "resident_batches": 8, "omp_wait_policy": "passive", "trace": False, "stacks": [], "device": "cpu",
+        "threads": 2, "resident_batches": 8, "omp_wait_policy": "passive", "trace": False, "stacks": [],
+        "device": "cpu",
     }  # fmt: skip
 
 
