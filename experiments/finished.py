@@ -19,24 +19,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrec import environment
 from jaxrec.reporting import record as record_lib
 
 FILE = "unfinished.jsonl"
 _ROOT = Path(__file__).parents[1]
+# They change what is measured.
+_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def key() -> dict[str, Any]:
-    """Returns what must be the same for a kept piece to be used: argv, commit, source files, versions."""
+    """Returns what must be the same for a piece to be used: flags but --mode, commit, sources, versions, machine."""
     sources = hashlib.sha256()
     for path in sorted(p for folder in ("jaxrec", "experiments") for p in (_ROOT / folder).rglob("*.py")):
         sources.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes())
     packages = {f"{d.name}=={d.version}" for d in importlib.metadata.distributions()}
     return {
-        "argv": sys.argv[1:],
+        "argv": [a for a in sys.argv[1:] if not a.startswith("--mode")],
         "commit": record_lib.git_state()["commit"],
         "sources": sources.hexdigest(),
         "python": platform.python_version(),
         "packages": hashlib.sha256("\n".join(sorted(packages)).encode()).hexdigest(),
+        "machine": [environment.cpu_model(), os.cpu_count(), *(f"{n}={os.environ.get(n, '')}" for n in _VARIABLES)],
     }
 
 
@@ -56,6 +60,9 @@ class Finished:
         lines = _whole_lines(self._path)
         if lines[:1] == [json.loads(json.dumps(key))]:
             self._kept = {line["name"]: line["value"] for line in lines[1:]}
+        elif len(lines) > 1:
+            changed = [name for name in key if not isinstance(lines[0], dict) or lines[0].get(name) != key[name]]
+            print(f"discarding  {len(lines) - 1} pieces of another run: {', '.join(changed)} changed since")
         if self._kept:
             print(f"reusing     {len(self._kept)} pieces that an interrupted run had finished: {'; '.join(self._kept)}")
         # Written anew: nothing is ever appended to half a line.

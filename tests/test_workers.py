@@ -60,5 +60,13 @@ def test_a_process_that_ends_is_named_with_its_status(module):
         one.ask("end")
 
 
+def test_a_process_that_ended_while_nobody_asked_is_named(module):
+    """The question that it never reads must not hide the reason."""
+    with pytest.raises(UserError, match="adder has ended"), worker("adder", module, None) as one:
+        one._process.kill()
+        one._process.wait()
+        one.ask("add", a=1, b=1)
+
+
 def test_nobody_always_follows_the_same():
     assert [forth_and_back("ab", turn) for turn in range(3)] == ["ab", ["b", "a"], "ab"]

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,9 @@ from absl import flags
 from experiments import study
 from experiments.one_change_ladder.report import figures, render
 from experiments.one_change_ladder.rungs import Rung, beside, ladder, skipped
+from experiments.workers import forth_and_back, worker
 from jaxrec import flags as jaxrec_flags
-from jaxrec.checks import UserError, require
+from jaxrec.checks import require
 from jaxrec.configs import catalogue, overrides
 from jaxrec.data.datasets.synthetic import SyntheticData
 from jaxrec.data.pipeline import Batches
@@ -80,6 +78,10 @@ def main() -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     values = flags.FLAGS
     options = Options(values.rounds, values.steps, values.alive)
+    # A sign test of fewer samples than 6 finds no change beyond chance.
+    require(
+        values.rounds >= 7, f"--rounds is {values.rounds}, but must be at least 7: one warms up, and 6 are compared"
+    )
     return study.run(measure=lambda: measure(size(), options), smoke=smoke, render=render, figures=figures)
 
 
@@ -165,13 +167,22 @@ def measure(config: Config, options: Options, together: Sequence[Sequence[Rung]]
 
 def _in_turns(rungs: Sequence[Rung], platform: str, file: Path, case: str, options: Options) -> list[dict[str, Any]]:
     """Trains the rungs of a company in turns; returns their rows of the record."""
+    module = "experiments.one_change_ladder.worker"
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Worker.start(rung, platform, file)) for rung in rungs]
+        workers = []
+        for rung in rungs:
+            argument = {"platform": platform, "rung": rung.name, "file": str(file)}
+            one = stack.enter_context(worker(f"rung {rung.name!r} (--alive={options.alive})", module, argument))
+            print(f"{rung.name}: compiled in {one.started['compile_seconds']:.1f} s", flush=True)
+            workers.append((rung, one, []))
         for turn in range(options.rounds):
-            # Forth and back: nobody always comes after the same one.
-            for worker in workers if turn % 2 == 0 else reversed(workers):
-                worker.train(options.steps)
-        return [row for worker in workers for row in worker.rows(case, options.steps)]
+            for _, one, told in forth_and_back(workers, turn):
+                told.append(one.ask("train", steps=options.steps))
+        return [
+            row
+            for rung, one, told in workers
+            for row in _rows(rung, case, options.steps, one.started, told, one.ask("evaluate")["ne"])
+        ]
 
 
 def _draw(config: Config, file: Path) -> tuple[float, int]:
@@ -192,66 +203,25 @@ def _draw(config: Config, file: Path) -> tuple[float, int]:
     return best_ne, sum(len(np.unique(ids[:, k])) for k in range(ids.shape[1]))
 
 
-class Worker:
-    """The process of a rung, and what it has told."""
+def _rows(
+    rung: Rung, case: str, steps: int, started: dict[str, Any], turns: Sequence[dict[str, Any]], ne: float
+) -> list[dict[str, Any]]:
+    """Returns a rung's rows of the record, of what its process told."""
 
-    def __init__(self, rung: Rung, process: subprocess.Popen[str]):
-        self._rung, self._process = rung, process
-        self._started = self._answer()
-        self._turns: list[dict[str, Any]] = []
-        print(f"{rung.name}: compiled in {self._started['compile_seconds']:.1f} s", flush=True)
+    def row(metric: str, unit: str, samples: Sequence[float]) -> dict[str, Any]:
+        return record_lib.row(rung.name, "jax", case, metric, unit, samples)
 
-    @classmethod
-    @contextlib.contextmanager
-    def start(cls, rung: Rung, platform: str, file: Path) -> Iterator[Worker]:
-        """Starts the process, and ends it on leaving."""
-        command = [sys.executable, "-m", "experiments.one_change_ladder.worker", platform, rung.name, str(file)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                yield cls(rung, process)
-            except BaseException:
-                process.kill()
-                raise
-
-    def train(self, steps: int) -> None:
-        self._turns.append(self._ask(f"train {steps}"))
-
-    def rows(self, case: str, steps: int) -> list[dict[str, Any]]:
-        """Returns the rows of the record."""
-        ne, timed = self._ask("evaluate")["ne"], self._turns[1:]
-
-        def row(metric: str, unit: str, samples: Sequence[float]) -> dict[str, Any]:
-            return record_lib.row(self._rung.name, "jax", case, metric, unit, samples)
-
-        rows = [row(m, "ms", [1e3 * turn[m] / steps for turn in timed]) for m in ("step", "user", "system")]
-        rows += [
-            row("run", "s", [sum(turn["step"] for turn in self._turns)]),
-            row("compile", "s", [self._started["compile_seconds"]]),
-            row("memory", "GB", [self._started["step_bytes"] / 1e9]),
-            row("loss", "nats", [loss for turn in self._turns for loss in turn["losses"]]),
-            row("ne", "1", [ne]),
-        ]
-        print(f"{self._rung.name}: {rows[0]['median']:.1f} ms a step, NE {ne:.5f}", flush=True)
-        return rows
-
-    def _ask(self, command: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # It has ended, which is said below.
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise UserError(
-                f"the process of rung {self._rung.name!r} has ended (status {self._process.wait()}); if memory was "
-                "short, lower --alive"
-            )
-        return json.loads(line)
+    timed = turns[1:]
+    rows = [row(m, "ms", [1e3 * turn[m] / steps for turn in timed]) for m in ("step", "user", "system")]
+    rows += [
+        row("run", "s", [sum(turn["step"] for turn in turns)]),
+        row("compile", "s", [started["compile_seconds"]]),
+        row("memory", "GB", [started["step_bytes"] / 1e9]),
+        row("loss", "nats", [loss for turn in turns for loss in turn["losses"]]),
+        row("ne", "1", [ne]),
+    ]
+    print(f"{rung.name}: {rows[0]['median']:.1f} ms a step, NE {ne:.5f}", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

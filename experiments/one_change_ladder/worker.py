@@ -1,22 +1,18 @@
 """A rung in a process of its own, for options that act on a whole process: it trains as its parent tells it to.
 
-    python -m experiments.one_change_ladder.worker PLATFORM RUNG FILE
+    python -m experiments.one_change_ladder.worker ARGUMENT
 
-PLATFORM is JAX's name of the devices; FILE is what `run.py` has pickled: a config and the rows. Commands are lines on
-stdin, `train STEPS` or `evaluate`; each, and the start, is answered by a line of JSON on stdout. With stdin the process
-ends.
+ARGUMENT is JSON: `platform`, JAX's name of the devices; `rung`; `file`, which `run.py` has pickled: a config and the
+rows. It can be asked to `train` some steps, and to `evaluate`; see `experiments.workers`.
 """
 
 from __future__ import annotations
 
 import collections
-import json
-import os
 import pickle
 import resource
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.one_change_ladder.rungs import Rung, by_name
+from experiments.workers import serve
 from jaxrec import startup
 from jaxrec.configs import overrides
 from jaxrec.data.arrays import ArrayBlocks
@@ -107,37 +104,27 @@ def _rounded(state: Any, seed: int) -> Any:
     return state._replace(dense=jax.tree.map(move, state.dense))
 
 
-def main() -> None:
-    """Starts, and does what it is told."""
-    # Whatever a library prints goes to stderr: stdout is for the answers.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def answer(**values: Any) -> None:
-        print(json.dumps(values), file=answers, flush=True)
-
-    platform, name, file = sys.argv[1:]
-    rung = by_name(name, platform)
+def start(argument: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., dict[str, Any]]]]:
+    """Builds the rung's program; returns what compiling took and a step holds, and what it can be asked."""
+    rung = by_name(argument["rung"], argument["platform"])
     if rung.keeps_memory:
         startup.keep_freed_memory()
-    config, schema, columns = pickle.loads(Path(file).read_bytes())
+    config, schema, columns = pickle.loads(Path(argument["file"]).read_bytes())
     for path, value in rung.config.items():
         config = overrides.replace(config, path, value)
     dataset = Dataset("synthetic", schema, {split: ArrayBlocks(of_split) for split, of_split in columns.items()})
     trainer = Trainer(rung, config, dataset)
-    answer(compile_seconds=trainer.compile_seconds, step_bytes=trainer.step_bytes())
-    for line in sys.stdin:
-        if line.startswith("train"):
-            steps, before, begin = int(line.split()[1]), resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-            trainer.train(steps)
-            seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
-            answer(
-                step=seconds, user=after.ru_utime - before.ru_utime, system=after.ru_stime - before.ru_stime,
-                losses=trainer.losses[-steps:],
-            )  # fmt: skip
-        else:
-            answer(ne=trainer.normalised_entropy())
+
+    def train(steps: int) -> dict[str, Any]:
+        before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        trainer.train(steps)
+        seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+        user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+        return {"step": seconds, "user": user, "system": system, "losses": trainer.losses[-steps:]}
+
+    started = {"compile_seconds": trainer.compile_seconds, "step_bytes": trainer.step_bytes()}
+    return started, {"train": train, "evaluate": lambda: {"ne": trainer.normalised_entropy()}}
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)
