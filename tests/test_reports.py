@@ -224,6 +224,11 @@ def test_environment_and_command():
     assert quoted.endswith(""" "--targets=8 H100" '--x=$HOME a'""")
 
 
+def test_a_message_holds_no_absolute_path():
+    said = record_lib.without_paths("ImportError: in '/a/b.so' (/c/d): 3 rows/s of ~/e, x.y/z")
+    assert said == "ImportError: in 'PATH' (PATH): 3 rows/s of PATH, x.y/z"
+
+
 def test_a_record_holds_no_absolute_path_of_its_command(monkeypatch):
     argv = ["/home/me/run.py", "--out=/home/me/x", "--data=~/d", "--set", "a=b,/c", "--rate=rows/s", "--mode=all"]
     monkeypatch.setattr(sys, "argv", argv)

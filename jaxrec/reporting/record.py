@@ -21,6 +21,7 @@ CLAIMS = ("measured", "compiled, not run", "proposal")
 
 # In an argument; a record names no absolute path.
 _ABSOLUTE = re.compile(r"(?:^|(?<=[=,:]))[~/][^,]*")
+_IN_MESSAGE = re.compile(r"(?<![\w.])[~/][^\s,;:'\")]+")
 
 
 def row(
@@ -50,7 +51,7 @@ def make(study: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> dict[st
     return {
         "schema_version": SCHEMA_VERSION,
         "study": study,
-        "argv": [Path(sys.argv[0]).name, *(without_paths(a) for a in sys.argv[1:])],
+        "argv": [Path(sys.argv[0]).name, *(_ABSOLUTE.sub("PATH", a) for a in sys.argv[1:])],
         "git": git_state(),
         "environment": environment.describe(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
@@ -59,9 +60,9 @@ def make(study: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> dict[st
     }
 
 
-def without_paths(text: str) -> str:
-    """Returns a text whose absolute paths are PATH: a record names no machine."""
-    return _ABSOLUTE.sub("PATH", text)
+def without_paths(message: str) -> str:
+    """Returns a message whose absolute paths are PATH: a record names no machine."""
+    return _IN_MESSAGE.sub("PATH", message)
 
 
 def write(record: Mapping[str, Any], folder: Path) -> Path:
