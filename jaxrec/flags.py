@@ -179,10 +179,7 @@ def resolve_config() -> Any:
     }
     for name in ("steps", "batch_size", "seed", "log_every", "eval_every", "checkpoint_every", "keep_last", "patience"):
         values[f"training.{name}"] = FLAGS[name].value
-    for path, value in values.items():
-        if value is not None:
-            config = overrides.replace(config, path, value)
-    return config
+    return overrides.replace_all(config, {path: value for path, value in values.items() if value is not None})
 
 
 def run_command(main: Callable[[], int], define: Callable[[], None]) -> None:

@@ -181,3 +181,14 @@ print(status, summary["steps"], 0 < summary["metrics"]["validation"]["ne"] < 3)
 
 def test_the_blocker_blocks():
     assert "refused" in blocked("try:\n  import grain\nexcept ImportError:\n  print('refused')")
+
+
+def test_no_data_is_in_the_repository():
+    """Prepared data sets, and the locks beside them, belong into a cache folder, wherever a command was started."""
+    listed = subprocess.run(["git", "ls-files"], cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no git checkout")
+    names = listed.stdout.split()
+    assert "README.md" in names
+    data = (".array_record", ".lock", "manifest.json", "unfinished", ".csv", ".tsv", ".parquet", ".npy", ".npz", ".zip")
+    assert not [n for n in names if any(part in n for part in data)]

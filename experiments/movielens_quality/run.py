@@ -54,10 +54,10 @@ def measure(
     changes: dict[str, Any],
 ) -> dict[str, Any]:
     """Trains and evaluates all; returns the record."""
-    config = _changed(catalogue.get("dlrm_movielens"), changes)
+    config = overrides.replace_all(catalogue.get("dlrm_movielens"), changes)
     records, test_logits = [], {}
     for name, own in MODELS.items():
-        rows, test_logits[name] = _model(name, _changed(config, own), data_dir, seeds)
+        rows, test_logits[name] = _model(name, overrides.replace_all(config, own), data_dir, seeds)
         records += rows
     baseline, lr_logits, test = _baseline("logistic_regression", config, data_dir, cs, ordinal=False)
     records += baseline
@@ -73,12 +73,6 @@ def measure(
         cs=list(cs),
         ordinal_cs=list(ordinal_cs),
     )
-
-
-def _changed(config: Config, changes: dict[str, Any]) -> Config:
-    for path, value in changes.items():
-        config = overrides.replace(config, path, value)
-    return config
 
 
 def _model(

