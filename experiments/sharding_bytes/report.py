@@ -144,7 +144,8 @@ def render(record: Record) -> str:
         *_same_table(record),
         "",
         "The largest difference of any element of any logical array (weights and optimizer state), over the largest change that "
-        "training made to its array: an update that is lost or counted twice would be of order 1. Sums over devices are taken in "
+        "training made to its array: an update that is lost or counted twice would be of order 1. Adagrad's accumulators start "
+        "from 1: from 0 its first steps are as long for a rounding error as for a gradient. Sums over devices are taken in "
         "another order than on one device, so the last bits differ; layouts with the same digest agree in every bit.",
         "",
         "## What limits the conclusion",

@@ -36,11 +36,12 @@ KAGGLE = (
 )  # fmt: skip
 # A fiftieth of them: the same proportions, and a state of 90 MB that fits 8 times.
 ROWS = tuple(max(rows // 50, 3) for rows in KAGGLE)
-# With an eps of 1e-8 Adagrad's first step is as long as the learning rate for any gradient, be it rounding alone: two
-# correct sums of the same numbers in another order would then seem far apart.
+# From accumulators of 0 Adagrad's first steps are as long as the learning rate for any gradient, be it rounding alone:
+# two correct sums of the same numbers in another order would then seem far apart. From 1 they are in proportion.
 CHANGES = (
     "embedding.dim=32", "embedding.optimizer.name=rowwise_adagrad", "data.labels=planted", "data.train_rows=200000",
-    "model.bottom_mlp=64,32", "model.top_mlp=128,64", "optimizer.eps=1e-3",
+    "model.bottom_mlp=64,32", "model.top_mlp=128,64", "optimizer.initial_accumulator=1",
+    "embedding.optimizer.initial_accumulator=1",
 )  # fmt: skip
 
 
