@@ -4,6 +4,7 @@ VENV ?= .venv
 RUN ?= run
 LOCK := locks/$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 BIN := $(VENV)/bin
+KERNELS := $(wildcard jaxrec/kernels/*/cpu/*)
 
 .PHONY: train test test-full fuzz lint smoke compile_only baseline clean
 
@@ -44,10 +45,11 @@ baseline: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r experiments/baselines/pytorch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r experiments/baselines/fbgemm.txt
 
-$(VENV)/installed: pyproject.toml $(LOCK)
+# Without isolation, so that the kernels are compiled against the jaxlib of the lock.
+$(VENV)/installed: pyproject.toml setup.py $(LOCK) $(KERNELS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
 clean:

@@ -27,7 +27,11 @@ def _mix(x: jax.Array) -> jax.Array:
 
 def bits(*coordinates: ArrayLike) -> jax.Array:
     """Returns uint32 bits of the broadcast shape of `coordinates` (integers, taken modulo 2^32)."""
-    state = jnp.uint32(0x9E3779B9)
+    return extend(jnp.uint32(0x9E3779B9), *coordinates)
+
+
+def extend(state: jax.Array, *coordinates: ArrayLike) -> jax.Array:
+    """Returns what `bits` returns for more coordinates, from what it returned for the first ones."""
     for c in coordinates:
         word = jnp.uint32(c & 0xFFFFFFFF) if isinstance(c, int) else jnp.asarray(c).astype(jnp.uint32)
         state = _mix(state ^ (word * jnp.uint32(0x9E3779B1) + jnp.uint32(0x85EBCA6B)))

@@ -37,6 +37,8 @@ def main() -> int:
         config = overrides.replace(config, "mesh", mesh.parse(flag_values.mesh))
     if flag_values.embedding_sharding is not None:
         config = overrides.replace(config, "embedding.sharding", flag_values.embedding_sharding)
+    # Where the run's machine had a compiled kernel, this one may have none: no result depends on it.
+    config = overrides.replace(config, "embedding.kernel", flag_values.embedding_kernel or "auto")
     require_same({"config": config.as_dict(), **{k: flag_values[k].value for k in ("workdir", "split", "step")}})
     dataset = processes.first_alone(lambda: config.data.open(flag_values.data_dir))
     one_of("--split", flag_values.split, tuple(dataset.splits))

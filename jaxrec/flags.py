@@ -34,6 +34,11 @@ def define_common() -> None:
         "How tables are spread: replicated, row, row_cyclic, table, column, auto.",
     )
     flags.DEFINE_string(
+        "embedding_kernel",
+        None,
+        "What looks up and updates embedding rows: compiled (for CPUs), xla, or auto, the first where it is to be had.",
+    )
+    flags.DEFINE_string(
         "distributed",
         None,
         "Several processes: auto finds them (SLURM, Open MPI, Kubernetes, Cloud TPU, JAX_COORDINATOR_ADDRESS, ...), "
@@ -174,6 +179,7 @@ def resolve_config() -> Any:
         "mesh": None if FLAGS.mesh is None else mesh.parse(FLAGS.mesh),
         "embedding.sharding": FLAGS.embedding_sharding,
         "embedding.dtype": FLAGS.table_dtype,
+        "embedding.kernel": FLAGS.embedding_kernel,
         "dense_sharding": FLAGS.dense_sharding,
         "embedding.capacity_margin": FLAGS.capacity_margin,
     }

@@ -1,4 +1,7 @@
-"""Which combinations of settings a test runs: a pairwise cover, or with JAXREC_FULL=1 (`make test-full`) all."""
+"""Which combinations of settings a test runs: a pairwise cover, or with JAXREC_FULL=1 (`make test-full`) all.
+
+Also which engines of the embeddings there are: without the compiled library only XLA's.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrec.embeddings.plan import ENGINES
+from jaxrec.kernels.embedding_bag import library
+
 FULL = os.environ.get("JAXREC_FULL", "") == "1"
+INSTALLED_ENGINES = [e for e in ENGINES if e != "cpu" or not library.load()]
 
 
 def cases(*axes: Sequence[Any]) -> list[tuple]:

@@ -127,13 +127,14 @@ def test_from_dict_refuses_other_fields():
 def test_identity_holds_all_but_what_may_change():
     free = {"training.steps", "training.log_every", "training.eval_every", "training.checkpoint_every",
             "training.keep_last", "training.patience", "training.eval_batch_size", "training.auc_row_budget",
-            "mesh.data", "mesh.model", "embedding.sharding", "cpu_products",
+            "mesh.data", "mesh.model", "embedding.sharding", "embedding.kernel", "cpu_products",
             "embedding.capacity_margin", "dense_sharding", "name"}  # fmt: skip
     other = {
         "optimizer.name": "sgd", "embedding.optimizer.name": "sgd", "embedding.optimizer.b1": 0.5,
         "embedding.optimizer.b2": 0.5, "model.interaction": "cross", "name": "another",
         "data.combiner": "sum", "data.ids": "uniform", "data.labels": "bernoulli", "schedule.name": "linear",
         "precision": "bfloat16", "matmul": "tf32", "embedding.dtype": "float16", "embedding.sharding": "row",
+        "embedding.kernel": "xla",
         "dense_sharding": "fsdp", "cpu_products": "eigen",
         "data.rows": 17, "model.dropout": 0.5, "data.rate": 0.5,
         "model.feature_dropout": 0.5, "data.interaction": 0.5,

@@ -146,7 +146,7 @@ def test_an_overflow_leaves_the_state_on_every_device(tiny):
     assert int(state.overflow) == beyond > 0 and int(state.failed_step) == 0 and int(state.step) == 0
     after = jax.tree.map(lambda x: [np.asarray(s.data) for s in x.addressable_shards], (state.dense, state.tables))
     for name, table in after[1].items():
-        after[1][name] = table._replace(scratch=before[1][name].scratch)
+        after[1][name] = table._replace(work=before[1][name].work)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert a.tobytes() == b.tobytes()
     assert math.isfinite(float(window.loss)) and float(window.weight) == 0

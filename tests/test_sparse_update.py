@@ -1,8 +1,8 @@
 """The sparse update against NumPy in float64: sharding x optimizer x combiner, on 1, 2 and 8 devices.
 
 One program per (sharding, combiner, mesh) updates a group per optimizer with the same ids and activation gradients, in
-float32 tables and in two narrower ones. The merged row gradient is read off the SGD group: from zero weights with
-learning rate 1, the new weights are its negative.
+float32 tables and in two narrower ones, by each engine. The merged row gradient is read off the SGD group: from zero
+weights with learning rate 1, the new weights are its negative.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_step
 import pytest
-from cover import cases
+from cover import INSTALLED_ENGINES, cases
 
 from jaxrec import mesh as mesh_lib
 from jaxrec.data.schema import FeatureSpec, Schema
@@ -42,8 +42,8 @@ FEATURES = {"watched": "items", "history": "items", "tags": "tags"}
 MESHES = ((1, 1), (1, 2), (2, 1), (8, 1), (1, 8), (2, 4))
 
 pytestmark = pytest.mark.parametrize(
-    "sharding, combiner, mesh",
-    cases(SHARDINGS, ["sum", "mean", "none"], MESHES),
+    "sharding, combiner, mesh, engine",
+    cases(SHARDINGS, ["sum", "mean", "none"], MESHES, INSTALLED_ENGINES),
     ids=lambda v: v if isinstance(v, str) else f"data{v[0]}model{v[1]}",
 )
 over_optimizers = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
@@ -135,7 +135,7 @@ def reference_update(optimizer: str, gradient: np.ndarray, before: dict[str, np.
 
 
 @functools.cache
-def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
+def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int], engine: str) -> Run:
     features, specs = [], []
     for optimizer, config in OPTIMIZERS.items():
         dtype = NARROW.get(optimizer, "float32")
@@ -144,7 +144,7 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
             kind, length = ("categorical", 1) if name == "watched" else ("bag", L)
             features.append(FeatureSpec(f"{optimizer}/{name}", kind, f"{optimizer}/{table}", combiner, length))
     schema = Schema(tuple(features), {s.name: s.rows for s in specs}, (), ("label",))
-    plan = make_plan(specs, schema, mesh_sizes[1])
+    plan = make_plan(specs, schema, mesh_sizes[1], engine)
     mesh = mesh_lib.create(mesh_lib.MeshConfig(*mesh_sizes))
     sizes = dict(mesh.shape)
     partitions = tables_lib.partitions(plan)
@@ -165,18 +165,20 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
         return program(tables, ids, lengths, gradients, jnp.float32(rate), jnp.int32(number), jnp.asarray(ok))
 
     def new_tables(seed: int | None):
-        """Random weights and scratch, or zeros without a seed."""
+        """Random weights and, of XLA's engine, scratch, or zeros without a seed."""
         rng = np.random.default_rng(seed)
         tables = {}
         for g in plan.groups:
             draw = {t.name: (rng.normal(size=(t.rows, D)) * (seed is not None)).astype(g.dtype) for t in g.tables}
-            garbage = rng.integers(0, 1000, g.array_rows).astype(np.int32) * (seed is not None)
             slots = {
-                name: np.full((g.array_rows, D) if per_column else g.array_rows, g.rule.initial, np.float32)
-                for name, per_column in g.rule.slots.items()
+                name: {t.name: np.full((t.rows, D)[: 1 + wide], g.rule.initial, np.float32) for t in g.tables}
+                for name, wide in g.rule.slots.items()
             }
-            table = tables_lib.Table(g.from_logical(draw, 0.0).view(g.stored), slots, garbage)
-            tables[g.name] = jax.tree.map(lambda a, p: tables_lib.put(a, mesh, p), table, partitions[g.name])
+            table = tables_lib.from_logical(g, mesh, {"weights": draw, **slots})
+            if engine == "xla":
+                garbage = rng.integers(0, 1000, table.work.shape).astype(np.int32) * (seed is not None)
+                table = table._replace(work=jax.device_put(garbage, table.work.sharding))
+            tables[g.name] = table
         return tables
 
     def logical(tables):
@@ -212,8 +214,8 @@ def run(sharding: str, combiner: str, mesh_sizes: tuple[int, int]) -> Run:
     return result
 
 
-def test_merged_gradient_is_within_n_eps_of_float64(sharding, combiner, mesh):
-    for k, merged in enumerate(run(sharding, combiner, mesh).merged):
+def test_merged_gradient_is_within_n_eps_of_float64(sharding, combiner, mesh, engine):
+    for k, merged in enumerate(run(sharding, combiner, mesh, engine).merged):
         total, absolute, count = reference_merge(make_step(combiner, k, dyadic=False), combiner)
         for t in ROWS:
             bound = count[t][:, None] * EPS * absolute[t]
@@ -221,8 +223,8 @@ def test_merged_gradient_is_within_n_eps_of_float64(sharding, combiner, mesh):
     assert count["items"].max() > 1  # The data have duplicates.
 
 
-def test_merged_gradient_is_exact_for_dyadic_gradients(sharding, combiner, mesh):
-    for k, merged in enumerate(run(sharding, combiner, mesh).merged_dyadic):
+def test_merged_gradient_is_exact_for_dyadic_gradients(sharding, combiner, mesh, engine):
+    for k, merged in enumerate(run(sharding, combiner, mesh, engine).merged_dyadic):
         total, _, count = reference_merge(make_step(combiner, k, dyadic=True), combiner)
         for t in ROWS:
             np.testing.assert_array_equal(merged[t], total[t], err_msg=f"step {k}, {t}")
@@ -230,8 +232,8 @@ def test_merged_gradient_is_exact_for_dyadic_gradients(sharding, combiner, mesh)
 
 
 @over_optimizers
-def test_rows_follow_the_optimizer_within_8_eps(sharding, combiner, optimizer, mesh):
-    result = run(sharding, combiner, mesh)
+def test_rows_follow_the_optimizer_within_8_eps(sharding, combiner, optimizer, mesh, engine):
+    result = run(sharding, combiner, mesh, engine)
     for k in range(STEPS):
         _, _, count = reference_merge(make_step(combiner, k, dyadic=False), combiner)
         for t, rows in ROWS.items():
@@ -250,8 +252,8 @@ def test_rows_follow_the_optimizer_within_8_eps(sharding, combiner, optimizer, m
                 assert changed[touched].all() or (part == "weights" and optimizer in NARROW), (k, t, part)
 
 
-def test_replicas_are_identical_and_sentinels_untouched(sharding, combiner, mesh):
-    for groups in run(sharding, combiner, mesh).arrays:
+def test_replicas_are_identical_and_sentinels_untouched(sharding, combiner, mesh, engine):
+    for groups in run(sharding, combiner, mesh, engine).arrays:
         for group, table in groups.values():
             for array, initial in ((table.weights, 0.0), *((s, group.rule.initial) for s in table.slots.values())):
                 copies = {}
@@ -267,8 +269,8 @@ def test_replicas_are_identical_and_sentinels_untouched(sharding, combiner, mesh
                     assert len(first) == group.shard_rows + 1
 
 
-def test_a_refused_update_changes_no_bit(sharding, combiner, mesh):
-    refused = run(sharding, combiner, mesh).refused
+def test_a_refused_update_changes_no_bit(sharding, combiner, mesh, engine):
+    refused = run(sharding, combiner, mesh, engine).refused
     assert len(refused) == STEPS * len(OPTIMIZERS)
     for before, after in refused:
         for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):

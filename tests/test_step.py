@@ -226,10 +226,15 @@ def copies(tree):
     return [np.asarray(s.data).tobytes() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
 
 
-def without_scratch(state):
-    """What must not change: everything but the failure and the merging scratch, whose values mean nothing."""
+def without_work(state):
+    """What must not change: everything but the failure and what an engine keeps, such as the scratch of merging."""
     tables = {k: (t.weights, t.slots) for k, t in state.tables.items()}
     return state.step, state.dense, state.optimizer, tables
+
+
+def restored(program, state):
+    """The state as if from a checkpoint, so that what an engine keeps of its tables is that of spoilt ones."""
+    return from_arrays(program, state, to_arrays(program, state), "checkpoint")
 
 
 def spoil_dense_input(data, state):
@@ -296,9 +301,10 @@ def test_a_step_that_is_not_finite_changes_nothing(fault, sharding, mesh):
     program, state, window, step = start(on(BASE, sharding, mesh))
     state, window, _ = step(state, window, batch(0))
     data, state = fault(Batch(*(a.copy() for a in batch(1))), state)
-    before, sums = copies(without_scratch(state)), copies(window)
+    state = restored(program, state)
+    before, sums = copies(without_work(state)), copies(window)
     state, window, _ = step(state, window, data)
-    assert copies(without_scratch(state)) == before
+    assert copies(without_work(state)) == before
     assert copies(window) == sums
     assert {int(s.data) for s in state.failed_step.addressable_shards} == {1}
     assert len({int(s.data) for s in state.failed_check.addressable_shards}) == 1
@@ -306,7 +312,7 @@ def test_a_step_that_is_not_finite_changes_nothing(fault, sharding, mesh):
     assert tensor == FAULTS[fault].format(sharding=sharding) + " is not finite"
     for k in (2, 3):  # The steps that were queued behind it.
         state, window, _ = step(state, window, batch(k))
-        assert copies(without_scratch(state)) == before
+        assert copies(without_work(state)) == before
         assert copies(window) == sums
         assert int(state.failed_step) == 1
         assert checks(program, state)[int(state.failed_check)] == tensor
@@ -334,13 +340,13 @@ def test_a_gradient_that_is_nan_on_one_device_changes_nothing_on_any(sharding, d
     program, state, window, step = start(config)
     state, window, _ = step(state, window, batch(0))
     assert int(state.step) == 1 and int(state.failed_step) == -1
-    before, sums = copies(without_scratch(state)), copies(window)
+    before, sums = copies(without_work(state)), copies(window)
     data = Batch(*(a.copy() for a in batch(1)))
     data.dense[21, 0] = 7.0  # One row: one device of eight.
     logits = shard_predict_step(program)(state.dense, state.tables, data)
     assert np.isfinite(np.asarray(logits)).all()
     state, window, _ = step(state, window, data)
-    assert copies(without_scratch(state)) == before and copies(window) == sums
+    assert copies(without_work(state)) == before and copies(window) == sums
     assert {int(s.data) for s in state.failed_step.addressable_shards} == {1}
     assert checks(program, state)[int(state.failed_check)] == "gradient of embedding feature watched is not finite"
 
@@ -349,11 +355,11 @@ def test_an_update_that_overflows_names_its_parameter():
     """Loss and gradients are finite, w - lr * (g + decay * w) is not where w is not 0, as the biases are."""
     optimizer = DenseOptimizerConfig("sgd", learning_rate=1e6, weight_decay=1e37)
     program, state, window, step = start(dataclasses.replace(on(BASE, "replicated", (1, 1)), optimizer=optimizer))
-    before = copies(without_scratch(state))
+    before = copies(without_work(state))
     state, window, _ = step(state, window, batch(0))
     assert int(state.failed_step) == 0
     assert checks(program, state)[int(state.failed_check)] == "updated bottom_mlp.layers.0.kernel is not finite"
-    assert copies(without_scratch(state)) == before
+    assert copies(without_work(state)) == before
 
 
 @over_strategies
@@ -476,7 +482,8 @@ def test_no_scale_mends_a_loss_that_is_not_finite(fault):
 
 
 def test_at_the_least_scale_a_fault_is_a_fault():
-    _, state, window, step = scaled_start(on(FLOAT16, "row", (2, 4)), 1.0)
+    program, state, window, step = scaled_start(on(FLOAT16, "row", (2, 4)), 1.0)
     data, state = overflow_the_update(batch(0), state)
+    state = restored(program, state)
     state, window, _ = step(state, window, data)
     assert int(state.failed_step) == 0 and int(state.loss_scale.skipped) == 0

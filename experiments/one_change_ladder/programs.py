@@ -119,7 +119,7 @@ class Ladder:
             weights, sums = self.split(weights), self.split(sums)
         params = {"dense": state.dense, "tables": weights}
         accumulators = {"dense": state.optimizer.accumulator, "tables": sums}
-        return State(params, accumulators, table.scratch if scratch else None)
+        return State(params, accumulators, jnp.zeros(table.weights.shape[:1], jnp.int32) if scratch else None)
 
     def split(self, array: jax.Array) -> dict[str, jax.Array]:
         """Cuts one array [R + 1, D], whose last row is no table's, into tables."""

@@ -237,7 +237,7 @@ def _take(program: Any, dense: Any, compiled: Any, layout: Layout, size: Size) -
     held = {
         "table weights": _bytes_of_a_device([t.weights for t in tables]),
         "table optimizer rows": _bytes_of_a_device([t.slots for t in tables]),
-        "scratch for merging": _bytes_of_a_device([t.scratch for t in tables]),
+        "scratch for merging": _bytes_of_a_device([t.work for t in tables]),
         "dense parameters": _bytes_of_a_device(state.dense),
         "dense optimizer": _bytes_of_a_device(state.optimizer),
     }

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+from jaxrec.embeddings import engines
 from jaxrec.embeddings.plan import Group, Plan
 from jaxrec.embeddings.sharded import capacity_of, exchanged_bytes
 
 
 def device_bytes(group: Group) -> int:
-    """Returns what one device holds of a group: weights, optimizer rows and scratch, padding included."""
+    """Returns what one device holds of a group: weights, optimizer rows and the engine's own, padding included."""
     width = group.dim // group.column_shards
-    numbers = 1 + sum(width if wide else 1 for wide in group.rule.slots.values())
-    return (width * group.dtype.itemsize + 4 * numbers) * (group.shard_rows + 1)
+    numbers = sum(width if wide else 1 for wide in group.rule.slots.values())
+    shape, dtype = engines.of(group).work_shape(group)
+    rows = (width * group.dtype.itemsize + 4 * numbers) * (group.shard_rows + 1)
+    return rows + math.prod(shape) * dtype.itemsize
 
 
 def explain(plan: Plan, batch_size: int, axis_sizes: dict[str, int], capacities: Mapping[str, int]) -> list[str]:
@@ -35,7 +39,7 @@ def explain(plan: Plan, batch_size: int, axis_sizes: dict[str, int], capacities:
         total, received = total + held, received + step
         lines += [
             g.describe(),
-            f"  a device holds {held:,} bytes: weights, optimizer rows, scratch",
+            f"  a device holds {held:,} bytes: weights, optimizer rows, the engine's own",
             f"  a device looks up {occurrences:,} ids a step"
             + (f" and exchanges {c:,} distinct rows with each other one" if step else ""),
             f"  a device receives {step:,} bytes a step: {lookup:,} for the lookup, {step - lookup:,} for the update",

@@ -89,6 +89,21 @@ def spread(group: Group, gradients: Mapping[str, jax.Array], lengths: jax.Array)
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
+def slot_weights(group: Group, lengths: jax.Array) -> jax.Array | None:
+    """Returns float32 [B, S], by what each slot's vector is multiplied in the sum that pools it; None: all by 1."""
+    if not any(s.combiner == "mean" and s.bags for s in group.segments):
+        return None
+    parts = []
+    for s in group.segments:
+        of_feature = (
+            _inverse_length(s, lengths)
+            if s.combiner == "mean" and s.bags
+            else jnp.ones((lengths.shape[0], len(s.features)))
+        )
+        parts.append(jnp.repeat(of_feature, s.length, axis=1, total_repeat_length=s.slots))
+    return jnp.concatenate(parts, axis=1)
+
+
 def _lengths(segment: Segment, lengths: jax.Array) -> jax.Array:
     return jnp.take(lengths, np.asarray(segment.bags), axis=1)  # [B, F]
 

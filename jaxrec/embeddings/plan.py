@@ -27,6 +27,9 @@ from jaxrec.data.schema import FeatureSpec, Schema
 from jaxrec.embeddings.spec import TableSpec
 from jaxrec.optim.sparse import RowRule, row_rule
 
+# `xla`: XLA's own operations, on any device. `cpu`: the kernel that is compiled when jaxrec is installed.
+ENGINES = ("xla", "cpu")
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -61,6 +64,7 @@ class Group:
       columns: The slot columns of `Batch.ids` that read the group, segment by segment.
       slot_tables: For each of `columns`, the index in `tables`.
       segments: How the slots are pooled.
+      engine: What looks up and updates its rows, one of `ENGINES`.
     """
 
     name: str
@@ -70,6 +74,12 @@ class Group:
     columns: tuple[int, ...]
     slot_tables: tuple[int, ...]
     segments: tuple[Segment, ...]
+    engine: str = "xla"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names, in the order in which they are pooled."""
+        return tuple(f for s in self.segments for f in s.features)
 
     @property
     def shards(self) -> int:
@@ -224,10 +234,12 @@ class Plan:
     Attributes:
       groups: The groups.
       reasons: Under `auto`, table -> the sharding that was chosen, and why.
+      path: Which engine the groups have, and why, in words.
     """
 
     groups: tuple[Group, ...]
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    path: str = ""
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
@@ -236,7 +248,7 @@ class Plan:
     @property
     def features(self) -> tuple[str, ...]:
         """Names, in the order in which groups pool them."""
-        return tuple(f for g in self.groups for s in g.segments for f in s.features)
+        return tuple(f for g in self.groups for f in g.features)
 
     def describe(self) -> list[str]:
         """One line a group, for the run's log."""
@@ -286,13 +298,14 @@ def _balance(tables: Sequence[TableSpec], shards: int) -> list[tuple[TableSpec, 
     return sorted(placed, key=lambda pair: pair[1])
 
 
-def make_plan(tables: Sequence[TableSpec], schema: Schema, model_shards: int) -> Plan:
+def make_plan(tables: Sequence[TableSpec], schema: Schema, model_shards: int, engine: str = "xla") -> Plan:
     """Groups `tables` and lays out the schema's slots.
 
     Args:
       tables: One spec per table of the schema.
       schema: Whose features read them.
       model_shards: Size of the mesh's `model` axis.
+      engine: Of all groups, one of `ENGINES`.
 
     Raises:
       UserError: A group has more rows than int32 can name.
@@ -338,6 +351,7 @@ def make_plan(tables: Sequence[TableSpec], schema: Schema, model_shards: int) ->
             tuple(columns),
             tuple(slot_tables),
             tuple(segments),
+            engine,
         )
         require(
             group.array_rows < 2**31,

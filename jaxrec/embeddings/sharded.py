@@ -1,9 +1,10 @@
 """How rows and row gradients travel, one pair of functions per strategy. Called inside shard_map.
 
-`gather` turns this device's requested places into vectors; `collect` brings to each device the gradients of the rows it
-holds, from all devices. Only distinct rows travel: a device sorts its occurrences, asks for each row once, and adds up
-the gradients of a row before it sends them. Buffers have a fixed capacity per destination; a device with more distinct
-rows for a destination reports an overflow, and the step is refused. Without peers nothing is sorted and nothing sent.
+`gather` brings the rows of this device's requested places here; `collect` brings to each device the gradients of the
+rows it holds, from all devices. Only distinct rows travel: a device sorts its occurrences, asks for each row once, and
+adds up the gradients of a row before it sends them. Buffers have a fixed capacity per destination; a device with more
+distinct rows for a destination reports an overflow, and the step is refused. Without peers nothing is sorted and
+nothing sent.
 
 Shape suffixes: N occurrences of this device's batch, C capacity per destination, M rows that reach this device, D dim.
 In the docstrings' bytes, E is the size of a weight (4, or 2 in narrow tables): vectors travel in the tables' type,
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrec.embeddings.group_arrays import Source
 from jaxrec.embeddings.merge import IN_BOUNDS
 from jaxrec.embeddings.plan import Group
 from jaxrec.mesh import AXES
@@ -28,7 +30,8 @@ class Route(NamedTuple):
     """Where each occurrence went, kept from the lookup for the update.
 
     Attributes:
-      local: int32 [M], the local rows whose gradients `collect` returns (before it gathers over `data`).
+      local: int32 [M], the local rows whose gradients `collect` returns (before it gathers over `data`); without peers
+        those of all occurrences.
       slot: int32 [N], where in the buffer of distinct rows each occurrence stands; empty where nothing is sent.
       overflow: int32, distinct rows beyond the capacity.
     """
@@ -36,6 +39,15 @@ class Route(NamedTuple):
     local: jax.Array
     slot: jax.Array
     overflow: jax.Array
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether rows travel at all; otherwise `collect` has nothing to do."""
+        return self.slot.size > 0
+
+    def distinct_rows(self, group: Group) -> int:
+        """Returns how many rows this device's gradients are added up to, before `collect`."""
+        return self.local.shape[0] // group.column_shards
 
 
 class Distinct(NamedTuple):
@@ -76,31 +88,20 @@ def distinct(group: Group, places: jax.Array, capacity: int) -> Distinct:
     return Distinct(send, jnp.zeros(n, jnp.int32).at[origin].set(slot, mode=IN_BOUNDS), overflow)
 
 
-def _expand(vectors: jax.Array, slot: jax.Array) -> jax.Array:
-    """Returns each occurrence's vector of [shards * C, D]; zeros for the slot beyond."""
-    padded = jnp.concatenate([vectors, jnp.zeros((1, vectors.shape[1]), vectors.dtype)])
-    return padded.at[slot].get(mode=IN_BOUNDS)
-
-
-def _add_up(gradients: jax.Array, slot: jax.Array, slots: int) -> jax.Array:
-    """The transpose of `_expand`: sums the gradients [N, D] of each distinct row."""
-    total = jnp.zeros((slots + 1, gradients.shape[1]), gradients.dtype)
-    return total.at[slot].add(gradients, mode=IN_BOUNDS)[:-1]
-
-
-def _local(weights: jax.Array, places: jax.Array) -> tuple[jax.Array, Route]:
-    return weights.at[places].get(mode=IN_BOUNDS), Route(places, places[:0], jnp.zeros((), jnp.int32))
+def _local(group: Group, weights: jax.Array, places: jax.Array) -> tuple[Source, Route]:
+    route = Route(places, places[:0], jnp.zeros((), jnp.int32))
+    return Source(weights, places, group.shard_rows), route
 
 
 def gather_replicated(
     group: Group, weights: jax.Array, places: jax.Array, capacity: int, axis_sizes: dict[str, int]
-) -> tuple[jax.Array, Route]:
-    """Looks up places [N] in the device's own copy; returns vectors [N, D]. Nothing is sent."""
-    vectors, route = _local(weights, places)
+) -> tuple[Source, Route]:
+    """Looks up places [N] in the device's own copy. Nothing is sent."""
+    source, route = _local(group, weights, places)
     if math.prod(axis_sizes.values()) > 1:
         d = distinct(group, places, capacity)
         route = Route(d.send, d.slot, d.overflow)
-    return vectors, route
+    return source, route
 
 
 def collect_replicated(group: Group, route: Route, gradients: jax.Array, axis_sizes: dict[str, int]):
@@ -109,15 +110,13 @@ def collect_replicated(group: Group, route: Route, gradients: jax.Array, axis_si
     Bytes received per device: (devices - 1) * C * (4 + 4 D).
     """
     del group
-    if route.slot.size:
-        gradients = _add_up(gradients, route.slot, route.local.shape[0])
     return _all_gather(AXES, axis_sizes, route.local, gradients)
 
 
 def gather_row(
     group: Group, weights: jax.Array, places: jax.Array, capacity: int, axis_sizes: dict[str, int]
-) -> tuple[jax.Array, Route]:
-    """Asks the shard that holds each distinct row, over `model`; returns vectors [N, D]. Also for `table`.
+) -> tuple[Source, Route]:
+    """Asks the shard that holds each distinct row of places [N], over `model`. Also for `table`.
 
     Bytes received per device: (model - 1) * C * (4 + E D).
     """
@@ -127,7 +126,7 @@ def gather_row(
     asked = jax.lax.all_to_all(d.send, "model", 0, 0, tiled=True)  # [model * C]
     answers = weights.at[asked].get(mode=IN_BOUNDS)
     received = jax.lax.all_to_all(answers, "model", 0, 0, tiled=True)  # [model * C, D]
-    return _expand(received, d.slot), Route(asked, d.slot, d.overflow)
+    return Source(received, d.slot, received.shape[0]), Route(asked, d.slot, d.overflow)
 
 
 def collect_row(group: Group, route: Route, gradients: jax.Array, axis_sizes: dict[str, int]):
@@ -135,8 +134,6 @@ def collect_row(group: Group, route: Route, gradients: jax.Array, axis_sizes: di
 
     Bytes received per device: (model - 1) * C * 4 D + (data - 1) * model * C * (4 + 4 D).
     """
-    if route.slot.size:
-        gradients = _add_up(gradients, route.slot, route.local.shape[0])
     if group.shards > 1:
         gradients = jax.lax.all_to_all(gradients, "model", 0, 0, tiled=True)  # [model * C, D]
     return _all_gather(("data",), axis_sizes, route.local, gradients)
@@ -144,20 +141,20 @@ def collect_row(group: Group, route: Route, gradients: jax.Array, axis_sizes: di
 
 def gather_column(
     group: Group, weights: jax.Array, places: jax.Array, capacity: int, axis_sizes: dict[str, int]
-) -> tuple[jax.Array, Route]:
-    """Asks every device of `model` for its columns of each distinct row; returns vectors [N, D].
+) -> tuple[Source, Route]:
+    """Asks every device of `model` for its columns of each distinct row of places [N].
 
     Bytes received per device: (model - 1) * C * (4 + E D / model).
     """
     if math.prod(axis_sizes.values()) == 1:
-        return _local(weights, places)
+        return _local(group, weights, places)
     d = distinct(group, places, capacity)
     asked = _all_gather(("model",), axis_sizes, d.send)[0]  # [model * C]
     answers = weights.at[asked].get(mode=IN_BOUNDS)  # [model * C, D / model]
     if group.column_shards > 1:
         # Piece k of the rows goes to the device that asked for them, and comes back as columns.
         answers = jax.lax.all_to_all(answers, "model", 0, 1, tiled=True)  # [C, D]
-    return _expand(answers, d.slot), Route(asked, d.slot, d.overflow)
+    return Source(answers, d.slot, answers.shape[0]), Route(asked, d.slot, d.overflow)
 
 
 def collect_column(group: Group, route: Route, gradients: jax.Array, axis_sizes: dict[str, int]):
@@ -165,8 +162,6 @@ def collect_column(group: Group, route: Route, gradients: jax.Array, axis_sizes:
 
     Bytes received per device: (model - 1) * C * 4 D / model + (data - 1) * model * C * (4 + 4 D / model).
     """
-    if route.slot.size:
-        gradients = _add_up(gradients, route.slot, route.local.shape[0] // group.column_shards)
     if group.column_shards > 1:
         gradients = jax.lax.all_to_all(gradients, "model", 1, 0, tiled=True)  # [model * C, D / model]
     return _all_gather(("data",), axis_sizes, route.local, gradients)

@@ -13,6 +13,7 @@ from jaxrec.precision import PRECISIONS
 SHARDINGS = ("replicated", "row", "row_cyclic", "table", "column")
 # `auto` is resolved to one of them per table when the layout is planned.
 CHOICES = (*SHARDINGS, "auto")
+KERNELS = ("auto", "compiled", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,8 @@ class EmbeddingConfig:
         the training split; a step that would need more is refused. 0: room for the worst case.
       dtype: See `TableSpec`.
       optimizer: See `TableSpec`.
+      kernel: What looks up and updates rows: `compiled`, the kernel for CPUs that is built when jaxrec is installed;
+        `xla`, XLA's own operations; or `auto`, the first where it is to be had.
     """
 
     dim: int = 16
@@ -67,12 +70,14 @@ class EmbeddingConfig:
     capacity_margin: float = 1.5
     dtype: str = "float32"
     optimizer: SparseOptimizerConfig = SparseOptimizerConfig()
+    kernel: str = "auto"
 
     def __post_init__(self):
         require(self.dim >= 1, f"embedding.dim is {self.dim}, but must be at least 1")
         require(self.init_scale >= 0, f"embedding.init_scale is {self.init_scale}, but must not be negative")
         one_of("--embedding_sharding", self.sharding, CHOICES)
         one_of("--table_dtype", self.dtype, PRECISIONS)
+        one_of("--embedding_kernel", self.kernel, KERNELS)
         require(
             self.init_scale <= float(jnp.finfo(self.dtype).max),
             f"embedding.init_scale is {self.init_scale}, which is beyond the largest {self.dtype}, the tables' type",

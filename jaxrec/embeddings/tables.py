@@ -1,8 +1,10 @@
-"""The tables of a model as one pytree, and what a step does with them: look up, merge gradients, propose,
+"""The tables of a model as one pytree, and what a step does with them: look up, merge gradients, propose, check,
 commit.
 
-Shape suffixes: B rows of this device's batch, N occurrences of this device, M occurrences that reach this device,
-D dim.
+Rows and gradients travel by the strategies of `sharded`; what a device does with its own rows is the work of the
+group's engine (`engines`).
+
+Shape suffixes: B rows of this device's batch.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,63 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrec import counters
 from jaxrec import mesh as mesh_lib
-from jaxrec.embeddings import lookup as local_lookup
-from jaxrec.embeddings.merge import IN_BOUNDS, merge
+from jaxrec.embeddings import engines
+from jaxrec.embeddings.group_arrays import Table, UpdateContext, own_columns, tags
+from jaxrec.embeddings.lookup import places_of_slots
 from jaxrec.embeddings.plan import Group, Plan
 from jaxrec.embeddings.sharded import COLLECT, GATHER, Route, capacity_of
-from jaxrec.optim.row_rule import Context
-from jaxrec.rounding import stochastic
-
-# Tells the draws of stochastic rounding from those of the first weights, which have one coordinate less.
-_ROUNDING = counters.tag("stochastic rounding")
-
-
-class Table(NamedTuple):
-    """The arrays of one group; their leading dimension is `Group.array_rows`, D this device's columns of them.
-
-    Attributes:
-      weights: `Group.stored` [rows, D]: float32, or the bits of narrower weights.
-      slots: The optimizer's rows by name.
-      scratch: int32 [rows], for merging; not part of a checkpoint.
-    """
-
-    weights: jax.Array
-    slots: dict[str, jax.Array]
-    scratch: jax.Array
-
 
 Tables = dict[str, Table]
-
-
-class RowGradients(NamedTuple):
-    """The gradients of the rows that a device holds.
-
-    Attributes:
-      rows: int32 [M], local rows; the sentinel where there is none.
-      gradient: float32 [M, D], of the global batch; 0 at sentinels.
-      scratch: The scratch after merging.
-    """
-
-    rows: jax.Array
-    gradient: jax.Array
-    scratch: jax.Array
-
-
-class Proposal(NamedTuple):
-    """An update that is computed but not written.
-
-    Attributes:
-      rows: int32 [M], local rows; the sentinel where nothing is to be written.
-      weights: [M, D]. Of a float32 table, what is to be added to the weights (one pass over them); of a narrower one,
-        the new weights, rounded, in its type.
-      slots: New slot values, [M] or [M, D].
-      scratch: The scratch after merging.
-    """
-
-    rows: jax.Array
-    weights: jax.Array
-    slots: dict[str, jax.Array]
-    scratch: jax.Array
 
 
 def initialise(plan: Plan, mesh: Mesh, seed: int) -> Tables:
@@ -101,24 +53,14 @@ def _initial_shard(group: Group, seed: int) -> Table:
     scales = jnp.asarray([t.init_scale for t in group.tables], jnp.float32)[table]
     # The rest is padding: the sentinel, the end of the last shard, and under `table` the end of any.
     real = (local < group.shard_rows) & (own_row < jnp.asarray([t.rows for t in group.tables], jnp.int32)[table])
-    unit = counters.uniform(seed, _tags(group)[table][:, None], own_row[:, None], _columns(group)[None])
-    weights = _bits(jnp.where(real[:, None], (2 * unit - 1) * scales[:, None], 0.0).astype(group.dtype), group)
+    unit = counters.uniform(seed, tags(group)[table][:, None], own_row[:, None], own_columns(group)[None])
+    numbers = jnp.where(real[:, None], (2 * unit - 1) * scales[:, None], 0.0).astype(group.dtype)
+    weights = jax.lax.bitcast_convert_type(numbers, group.stored)
     slots = {
         name: jnp.full(weights.shape if per_column else weights.shape[:1], group.rule.initial, jnp.float32)
         for name, per_column in group.rule.slots.items()
     }
-    return Table(weights, slots, jnp.zeros(weights.shape[:1], jnp.int32))
-
-
-def _tags(group: Group) -> jax.Array:
-    """Returns uint32 [tables], the coordinate of each table's name."""
-    return jnp.asarray([counters.tag(t.name) for t in group.tables], jnp.uint32)
-
-
-def _columns(group: Group) -> jax.Array:
-    """Returns int32 [D], which of a row's columns this device holds."""
-    columns = jnp.arange(group.dim // group.column_shards)
-    return columns + jax.lax.axis_index("model") * columns.size if group.column_shards > 1 else columns
+    return Table(weights, slots, engines.of(group).first_work(group, weights, slots))
 
 
 def partitions(plan: Plan) -> dict[str, Table]:
@@ -128,7 +70,55 @@ def partitions(plan: Plan) -> dict[str, Table]:
 
 def _partitions(group: Group) -> Table:
     slots = {name: group.partition(per_column) for name, per_column in group.rule.slots.items()}
-    return Table(group.partition(True), slots, group.partition(False))  # pyright: ignore[reportArgumentType]
+    return Table(group.partition(True), slots, _work_partition(group))  # pyright: ignore[reportArgumentType]
+
+
+def _work_partition(group: Group) -> PartitionSpec:
+    return PartitionSpec("model" if group.shards * group.column_shards > 1 else None)
+
+
+def shapes(group: Group, mesh: Mesh) -> Table:
+    """Returns the abstract arrays of a group."""
+
+    def abstract(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    slots = {
+        name: abstract((group.array_rows, group.dim)[: 1 + wide], jnp.float32, group.partition(wide))
+        for name, wide in group.rule.slots.items()
+    }
+    (first, *rest), dtype = engines.of(group).work_shape(group)
+    return Table(
+        abstract((group.array_rows, group.dim), group.stored, group.partition(True)),  # pyright: ignore[reportArgumentType]
+        slots,  # pyright: ignore[reportArgumentType]
+        abstract((first * group.shards * group.column_shards, *rest), dtype, _work_partition(group)),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def from_logical(group: Group, mesh: Mesh, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> Table:
+    """Returns a group's arrays on the mesh.
+
+    Args:
+      group: The layout.
+      mesh: Devices.
+      arrays: `weights` and each slot -> table -> its rows, as in a checkpoint.
+    """
+
+    def load(what: str, fill: float, wide: bool) -> jax.Array:
+        stored = group.from_logical(arrays[what], fill)
+        return put(stored.view(group.stored) if what == "weights" else stored, mesh, group.partition(wide))
+
+    weights = load("weights", 0.0, True)
+    slots = {name: load(name, group.rule.initial, wide) for name, wide in group.rule.slots.items()}
+    specs = _partitions(group)
+    first_work = jax.shard_map(
+        functools.partial(engines.of(group).first_work, group),
+        mesh=mesh,
+        in_specs=(specs.weights, specs.slots),
+        out_specs=specs.work,
+        check_vma=False,
+    )
+    return Table(weights, slots, jax.jit(first_work)(weights, slots))
 
 
 def look_up(
@@ -154,13 +144,11 @@ def look_up(
     """
     pooled, routes = {}, {}
     for g in plan.groups:
-        places_BS = local_lookup.places_of_slots(g, ids, lengths)
+        places_BS = places_of_slots(g, ids, lengths)
         capacity = capacity_of(g, places_BS.size, capacities.get(g.name, 0))
-        vectors, routes[g.name] = GATHER[g.sharding](
-            g, tables[g.name].weights, places_BS.reshape(-1), capacity, axis_sizes
-        )
-        vectors = _numbers(vectors, g).astype(jnp.float32).reshape(*places_BS.shape, g.dim)
-        pooled |= local_lookup.pool(g, vectors, lengths)
+        weights = tables[g.name].weights
+        source, routes[g.name] = GATHER[g.sharding](g, weights, places_BS.reshape(-1), capacity, axis_sizes)
+        pooled |= engines.of(g).look_up(g, source, lengths)
     return pooled, routes
 
 
@@ -171,8 +159,8 @@ def merge_gradients(
     gradients: Mapping[str, jax.Array],
     lengths: jax.Array,
     axis_sizes: dict[str, int],
-) -> dict[str, RowGradients]:
-    """Brings the gradients of the pooled activations to the rows' holders, one sum per distinct row.
+) -> dict[str, Any]:
+    """Brings the gradients of the pooled activations to the rows' holders.
 
     Args:
       plan: The layout.
@@ -181,25 +169,26 @@ def merge_gradients(
       gradients: Feature -> the gradient of its activations, of the same shape.
       lengths: int32 [B, bags].
       axis_sizes: Of the mesh.
+
+    Returns:
+      Group -> what its engine makes of them.
     """
-    merged_gradients = {}
+    merged = {}
     for g in plan.groups:
-        spread = local_lookup.spread(g, gradients, lengths).reshape(-1, g.dim)
-        rows, row_gradients = COLLECT[g.sharding](g, routes[g.name], spread, axis_sizes)
-        merged = merge(rows, row_gradients, tables[g.name].scratch)
-        write = merged.first & (rows != g.shard_rows)
-        # Everything that is not written is sent to the sentinel with gradient 0, whose update is the identity.
-        merged_gradients[g.name] = RowGradients(
-            jnp.where(write, rows, g.shard_rows), jnp.where(write[:, None], merged.gradient, 0.0), merged.scratch
-        )
-    return merged_gradients
+        engine, route, table = engines.of(g), routes[g.name], tables[g.name]
+        if route.is_exchanged:
+            added = engine.add_up(g, route.slot, gradients, lengths, route.distinct_rows(g))
+            merged[g.name] = engine.merge_rows(g, table, *COLLECT[g.sharding](g, route, added, axis_sizes))
+        else:
+            merged[g.name] = engine.merge_slots(g, table, route.local, gradients, lengths)
+    return merged
 
 
-def squared_norm(plan: Plan, gradients: Mapping[str, RowGradients]) -> jax.Array:
+def squared_norm(plan: Plan, gradients: Mapping[str, Any]) -> jax.Array:
     """Returns the sum of the squares of all row gradients, each row counted once; the same on every device."""
     total = jnp.zeros((), jnp.float32)
     for g in plan.groups:
-        local = jnp.sum(jnp.square(gradients[g.name].gradient))
+        local = engines.of(g).squared(g, gradients[g.name])
         split = g.shards > 1 or g.column_shards > 1  # Else every device has all of it.
         total += jax.lax.psum(local, "model") if split else local
     return total
@@ -208,13 +197,13 @@ def squared_norm(plan: Plan, gradients: Mapping[str, RowGradients]) -> jax.Array
 def propose(
     plan: Plan,
     tables: Tables,
-    gradients: Mapping[str, RowGradients],
+    gradients: Mapping[str, Any],
     rate: jax.Array,
     step: jax.Array,
     seed: int,
     scale: jax.Array | None = None,
-) -> dict[str, Proposal]:
-    """Computes each group's update.
+) -> dict[str, Any]:
+    """Prepares each group's update; nothing is written.
 
     Args:
       plan: The layout.
@@ -224,65 +213,38 @@ def propose(
       step: int32, steps taken before this one.
       seed: Of stochastic rounding, which draws from (seed, step, table, row, column).
       scale: Multiplies every gradient.
+
+    Returns:
+      Group -> its engine's proposal.
     """
-    proposals = {}
+    context = UpdateContext(rate, step, seed, scale)
+    return {g.name: engines.of(g).propose(g, tables[g.name], gradients[g.name], context) for g in plan.groups}
+
+
+class Faults(NamedTuple):
+    """What is not finite.
+
+    Attributes:
+      features: Feature -> bool, the gradient of its activations.
+      groups: Group -> bool, what its update would write.
+    """
+
+    features: dict[str, jax.Array]
+    groups: dict[str, jax.Array]
+
+
+def check(plan: Plan, tables: Tables, proposals: Mapping[str, Any], gradients: Mapping[str, jax.Array]) -> Faults:
+    """Says whether this device's gradients of activations, and what `commit` would write, are finite."""
+    faults = Faults({}, {})
     for g in plan.groups:
-        table, optimizer = tables[g.name], g.tables[0].optimizer
-        rows, gradient, scratch = gradients[g.name]
-        if scale is not None:
-            gradient *= scale
-        old = {name: s.at[rows].get(mode=IN_BOUNDS) for name, s in table.slots.items()}
-        learning_rate = optimizer.learning_rate * rate
-        delta, slots = g.rule.update(gradient, old, Context(learning_rate, step, functools.partial(_row_mean, g)))
-        narrow = g.dtype != g.stored
-        if optimizer.weight_decay or narrow:
-            weights = _numbers(table.weights.at[rows].get(mode=IN_BOUNDS), g).astype(jnp.float32)
-            delta -= learning_rate * optimizer.weight_decay * weights
-            if narrow:
-                delta = _round(g, rows, weights + delta, seed, step)
-        proposals[g.name] = Proposal(rows, delta, slots, scratch)
-    return proposals
+        features, faults.groups[g.name] = engines.of(g).check(g, tables[g.name], proposals[g.name], gradients)
+        faults.features.update(features)
+    return faults
 
 
-def _bits(weights: jax.Array, group: Group) -> jax.Array:
-    """Returns weights as the group's tables store them."""
-    return jax.lax.bitcast_convert_type(weights, group.stored)
-
-
-def _numbers(bits: jax.Array, group: Group) -> jax.Array:
-    """The inverse of `_bits`."""
-    return jax.lax.bitcast_convert_type(bits, group.dtype)
-
-
-def _round(group: Group, rows: jax.Array, weights: jax.Array, seed: int, step: jax.Array) -> jax.Array:
-    """Rounds float32 weights [M, D] of local rows [M] to the group's type."""
-    shard = jax.lax.axis_index("model") if group.shards > 1 else 0
-    table, own_row = group.names(shard * group.shard_rows + rows)
-    coordinates = (_tags(group)[table][:, None], own_row[:, None], _columns(group)[None])
-    # The sentinel's 0 is a value of every type, so that its draw, some row's own, does not matter.
-    return stochastic(weights, group.dtype, counters.bits(seed, _ROUNDING, step, *coordinates))
-
-
-def _row_mean(group: Group, values: jax.Array) -> jax.Array:
-    """Returns the mean over each row's columns, [M, D] -> [M], on whichever devices they are."""
-    mean = jnp.mean(values, axis=-1)
-    return jax.lax.pmean(mean, "model") if group.column_shards > 1 else mean
-
-
-def commit(plan: Plan, tables: Tables, proposals: Mapping[str, Proposal], ok: jax.Array) -> Tables:
-    """Writes the proposals in place where `ok`; otherwise only the sentinels are rewritten with what they hold."""
-    written = {}
-    for g in plan.groups:
-        table, p = tables[g.name], proposals[g.name]
-        rows = jnp.where(ok, p.rows, g.shard_rows)
-        change, at = _bits(jnp.where(ok, p.weights, jnp.zeros_like(p.weights)), g), table.weights.at[rows]
-        weights = at.add(change, mode=IN_BOUNDS) if g.dtype == g.stored else at.set(change, mode=IN_BOUNDS)
-        slots = {
-            name: s.at[rows].set(jnp.where(ok, p.slots[name], g.rule.initial), mode=IN_BOUNDS)
-            for name, s in table.slots.items()
-        }
-        written[g.name] = Table(weights, slots, p.scratch)
-    return written
+def commit(plan: Plan, tables: Tables, proposals: Mapping[str, Any], ok: jax.Array) -> Tables:
+    """Writes the proposals in place where `ok`; otherwise no row changes."""
+    return {g.name: engines.of(g).commit(g, tables[g.name], proposals[g.name], ok) for g in plan.groups}
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:

@@ -17,12 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrec.kernels.embedding_bag import cpu, library
+from jaxrec.kernels.embedding_bag.bags import Bags
 from jaxrec.precision import CPU_PRODUCTS, Policy, compiler_options
 
 # Larger than most caches; a table of this size fits every device.
 BYTES = 256 << 20
 # Of rows that are looked up at a time. Larger results would come from the system as pages to be cleared first.
 TAKEN_BYTES = 8 << 20
+# Rows that the compiled kernel sums into one.
+SUMMED = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +36,9 @@ class Ceilings:
     Attributes:
       device: What JAX calls it.
       copy: Bytes per second read and written in order.
-      random: Bytes per second of rows read by uniformly random ids from a table of the step's size, by XLA's gather;
-        that they are written, too, in order, is not counted. Skewed ids can be served faster, by caches.
+      random: Bytes per second of rows read by uniformly random ids from a table of the step's size, by the faster of
+        XLA's gather (that it writes the rows, too, in order, is not counted) and the compiled kernel. Skewed ids can be
+        served faster, by caches.
       row_bytes: Of such a row.
       products: FLOPs per second of square matrix products in the step's precision; on a CPU, by the faster library.
       precision: Which that is.
@@ -64,8 +69,8 @@ def measure(policy: Policy, row_bytes: int, table_bytes: int, *, samples: int = 
     device = jax.devices()[0]
     columns = max(row_bytes // 4, 1)
     rates = {
-        "copy": _copy(size, samples),
-        "random": _random(max(min(table_bytes, size), 4 * columns), columns, samples),
+        "copy": copy(size, samples),
+        "random": random_rows(max(min(table_bytes, size), 4 * columns), columns, samples),
         "products": _products(policy, samples, device.platform),
         "elementwise": _elementwise(samples),
     }
@@ -84,7 +89,8 @@ def _rates(work: float, once: Callable[[], Any], samples: int) -> list[float]:
     return rates
 
 
-def _copy(size: int, samples: int) -> list[float]:
+def copy(size: int, samples: int) -> list[float]:
+    """Returns bytes per second, read and written in order, of arrays of `size` bytes."""
     # In place: fresh memory would be cleared by the system first, which is no copy.
     step = jax.jit(lambda x: x + 1.0, donate_argnums=0)
     held = [jnp.zeros(size // 4, jnp.float32)]
@@ -96,14 +102,27 @@ def _copy(size: int, samples: int) -> list[float]:
     return _rates(2.0 * size, once, samples)
 
 
-def _random(size: int, columns: int, samples: int) -> list[float]:
-    rows, taken = size // (4 * columns), TAKEN_BYTES // (4 * columns)
+def random_rows(size: int, columns: int, samples: int) -> list[float]:
+    """Returns bytes per second of float32 rows read by uniformly random ids, the faster way's.
+
+    Args:
+      size: Bytes of the table.
+      columns: Of a row.
+      samples: Of each way: XLA's gather, which also writes the rows in order, and on a CPU the compiled kernel, which
+        sums them 64 at a time.
+    """
+    rows, taken = size // (4 * columns), TAKEN_BYTES // (4 * columns) // SUMMED * SUMMED
     table = jnp.zeros((rows, columns), jnp.float32)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, rows, (8, taken), np.int32))
-    take = jax.jit(lambda table, ids: table.at[ids].get(mode="promise_in_bounds"))
+    ways = [lambda table, ids: table.at[ids].get(mode="promise_in_bounds")]
+    if jax.devices()[0].platform == "cpu" and not library.load():
+        bags = Bags((SUMMED,), rows)
+        ways.append(lambda table, ids: cpu.lookup(bags, table, "float32", ids.reshape(-1, SUMMED)))
     # Other rows each time: those of the time before may still be in a cache.
     turn = itertools.cycle(list(ids))
-    return _rates(float(TAKEN_BYTES), lambda: take(table, next(turn)), samples)
+    read = float(taken * columns * 4)
+    found = [_rates(read, lambda take=take: take(table, next(turn)), samples) for take in map(jax.jit, ways)]
+    return max(found, key=max)
 
 
 def _products(policy: Policy, samples: int, platform: str) -> list[float]:

@@ -30,7 +30,6 @@ from orbax.checkpoint import v1 as ocp
 from jaxrec import processes
 from jaxrec.checks import UserError, require
 from jaxrec.embeddings import tables as tables_lib
-from jaxrec.embeddings.tables import Table
 from jaxrec.fsdp import unpack
 from jaxrec.mesh import to_host
 from jaxrec.training.checksums import checksum, sealed, unsealed
@@ -374,19 +373,9 @@ def from_arrays(program: Program, state: TrainState, arrays: dict[str, np.ndarra
 
     tables = {}
     for g in program.plan.groups:
-
-        def load(what: str, fill: float, wide: bool, g: Any = g) -> jax.Array:
-            logical = {t.name: arrays[f"tables/{t.name}/{what}"] for t in g.tables}
-            stored = g.from_logical(logical, fill)
-            if what == "weights":
-                stored = stored.view(g.stored)
-            return tables_lib.put(stored, program.mesh, g.partition(wide))
-
-        tables[g.name] = Table(
-            load("weights", 0.0, True),
-            {slot: load(slot, g.rule.initial, wide) for slot, wide in g.rule.slots.items()},
-            tables_lib.put(np.zeros(g.array_rows, np.int32), program.mesh, g.partition(False)),
-        )
+        parts = ("weights", *g.rule.slots)
+        stored = {what: {t.name: arrays[f"tables/{t.name}/{what}"] for t in g.tables} for what in parts}
+        tables[g.name] = tables_lib.from_logical(g, program.mesh, stored)
     none = np.full((), -1, np.int32)
     scale = LossScale(*(jnp.asarray(arrays[f"loss_scale/{name}"]) for name in LossScale._fields))
     step, loss_scale, failed_step, failed_check, overflow = replicate(

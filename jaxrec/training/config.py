@@ -110,10 +110,11 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must share with the run it continues.
 
-        The mesh, shardings, the library of products, the number of steps and the cadences may change.
+        The mesh, shardings, the engine of the embeddings, the library of products, the number of steps and the cadences
+        may change.
         """
         d = self.as_dict()
-        embedding = {k: v for k, v in d["embedding"].items() if k not in ("sharding", "capacity_margin")}
+        embedding = {k: v for k, v in d["embedding"].items() if k not in ("sharding", "capacity_margin", "kernel")}
         return {
             "data": d["data"], "model": d["model"], "embedding": embedding, "optimizer": d["optimizer"],
             "schedule": d["schedule"], "precision": d["precision"], "matmul": d["matmul"],

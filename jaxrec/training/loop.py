@@ -362,7 +362,7 @@ def _description(config: Config, program: Program) -> list[str]:
     if config.cpu_products != "default":
         ignored = "" if platform == "cpu" else f", which is for CPUs, and does nothing on {platform}"
         lines.append(f"products    by {config.cpu_products}{ignored}")
-    lines += [f"embeddings  {line}" for line in program.plan.describe()]
+    lines += [f"embeddings  {line}" for line in (*program.plan.describe(), program.plan.path)]
     if config.dense_sharding == "fsdp":
         over = f"split over {config.mesh.model} devices of model" if config.mesh.model > 1 else "whole: model is 1"
         lines.append(f"dense       fsdp, {over}")

@@ -17,10 +17,10 @@ from jaxrec import mesh as mesh_lib
 from jaxrec import processes
 from jaxrec.data.pipeline import Batches, require_rows
 from jaxrec.data.schema import Batch, Dataset, Schema
+from jaxrec.embeddings import engines
 from jaxrec.embeddings import tables as tables_lib
 from jaxrec.embeddings.lookup import places_of_slots
 from jaxrec.embeddings.plan import Plan, choose_shardings, make_plan
-from jaxrec.embeddings.tables import Table
 from jaxrec.fsdp import pack, stored_shape
 from jaxrec.optim import dense as dense_optim
 from jaxrec.optim.sparse import row_rule
@@ -51,7 +51,7 @@ def build_program(
     platform = mesh.devices.flat[0].platform
     config.policy.check(platform)
     schema = dataset.schema
-    plan = plan_tables(config, schema)
+    plan = plan_tables(config, schema, platform)
     rngs = nnx.Rngs(params=config.training.seed)
     model = config.model.create(schema, config.embedding.dim, config.policy, rngs)
     graphdef, dense = nnx.split(model, nnx.Param)
@@ -94,8 +94,8 @@ def training_batches(config: Config, dataset: Dataset) -> Batches:
     return Batches(dataset, "train", size, seed=config.training.seed, ranges=ranges)
 
 
-def plan_tables(config: Config, schema: Schema) -> Plan:
-    """Returns the embedding layout."""
+def plan_tables(config: Config, schema: Schema, platform: str = "cpu") -> Plan:
+    """Returns the embedding layout for devices of `platform`."""
     chosen, reasons = dict.fromkeys(schema.vocabulary, config.embedding.sharding), {}
     if config.embedding.sharding == "auto":
         slots = row_rule(config.embedding.optimizer).slots.values()
@@ -105,7 +105,9 @@ def plan_tables(config: Config, schema: Schema) -> Plan:
         chosen = {name: sharding for name, (sharding, _) in pairs.items()}
         reasons = {name: f"{sharding}: {why}" for name, (sharding, why) in pairs.items()}
     tables = [config.embedding.table(name, rows, chosen[name]) for name, rows in schema.vocabulary.items()]
-    return dataclasses.replace(make_plan(tables, schema, config.mesh.model), reasons=reasons)
+    engine, path = engines.choose(config.embedding.kernel, platform)
+    plan = make_plan(tables, schema, config.mesh.model, engine)
+    return dataclasses.replace(plan, reasons=reasons, path=path)
 
 
 def measure_capacities(config: Config, plan: Plan, batches: Batches) -> dict[str, int]:
@@ -162,17 +164,7 @@ def state_shapes(program: Program) -> TrainState:
         program.whole_shapes(),
         (specs.dense, specs.optimizer),
     )
-    tables = {}
-    for g in program.plan.groups:
-        slots = {
-            name: abstract((g.array_rows, g.dim) if wide else (g.array_rows,), jnp.float32, g.partition(wide))
-            for name, wide in g.rule.slots.items()
-        }
-        tables[g.name] = Table(
-            abstract((g.array_rows, g.dim), g.stored, g.partition(True)),  # pyright: ignore[reportArgumentType]
-            slots,  # pyright: ignore[reportArgumentType]
-            abstract((g.array_rows,), jnp.int32, g.partition(False)),  # pyright: ignore[reportArgumentType]
-        )
+    tables = {g.name: tables_lib.shapes(g, program.mesh) for g in program.plan.groups}
     real, integer = (abstract((), t, mesh_lib.REPLICATED) for t in (jnp.float32, jnp.int32))
     scale = LossScale(real, integer, integer)  # pyright: ignore[reportArgumentType]
     return TrainState(integer, dense, optimizer, tables, scale, integer, integer, integer)  # pyright: ignore[reportArgumentType]

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -183,7 +182,8 @@ def train_step(
         proposals = tables_lib.propose(plan, state.tables, row_gradients, rate, state.step, program.seed, clip)
     with jax.named_scope("finite_check"):
         overflows = {name: route.overflow for name, route in routes.items()}
-        faults = _faults(program, overflows, objective, norm, d_dense, d_activations, dense, optimizer, proposals)
+        of_tables = tables_lib.check(plan, state.tables, proposals, d_activations)
+        faults = _faults(program, overflows, objective, norm, d_dense, dense, optimizer, of_tables)
         bad = jnp.stack(list(faults.values()))
         overflow = psum(sum(overflows.values()), mesh)
         bad = jax.lax.pmax(bad, AXES) if mesh.size > 1 else bad
@@ -264,25 +264,25 @@ def _faults(
     loss: Any,
     norm: Any,
     d_dense: Any,
-    d_activations: Any,
     dense: Any,
     optimizer: Any,
-    proposals: Any,
+    of_tables: tables_lib.Faults,
 ) -> dict[str, jax.Array]:
     """Returns, for each check, what is wrong and whether it is, in the order in which a fault would appear."""
+    # In the plan's order: a dict that has passed through a JAX transformation has its keys sorted.
     named = {
         f"embedding {name} has more distinct rows for a device than the {program.capacities.get(name, 0)} that its "
-        "exchange holds": overflow > 0
-        for name, overflow in overflows.items()
+        "exchange holds": overflows[name] > 0
+        for name in [g.name for g in program.plan.groups]
     }
-    tensors = _not_finite(program.plan, loss, d_dense, d_activations, dense, optimizer, proposals)
+    tensors = _not_finite(program.plan, loss, d_dense, dense, optimizer, of_tables)
     # Finite gradients may have squares that are not: clipping would then make every update 0, and hide it.
     tensors["global norm of the gradients"] = ~jnp.isfinite(norm).all()
     return named | {f"{name} is not finite": is_bad for name, is_bad in tensors.items()}
 
 
 def _not_finite(
-    plan: Plan, loss: Any, d_dense: Any, d_activations: Any, dense: Any, optimizer: Any, proposals: Any
+    plan: Plan, loss: Any, d_dense: Any, dense: Any, optimizer: Any, of_tables: tables_lib.Faults
 ) -> dict[str, jax.Array]:
     """Returns a bool per checked tensor."""
 
@@ -290,27 +290,12 @@ def _not_finite(
         return ~jnp.all(jnp.isfinite(x))
 
     named = {"loss": bad(loss)}
-    named |= {f"gradient of embedding feature {k}": b for k, b in _bad_features(plan, d_activations).items()}
+    named |= {f"gradient of embedding feature {k}": of_tables.features[k] for k in plan.features}
     named |= {f"gradient of {_path(p)}": bad(g) for p, g in jax.tree_util.tree_leaves_with_path(d_dense)}
     named |= {f"updated {_path(p)}": bad(w) for p, w in jax.tree_util.tree_leaves_with_path(dense)}
     # The square of a finite gradient may overflow, and g / (sqrt(inf) + eps) = 0 would hide it.
     named |= {f"optimizer state {_path(p)}": bad(s) for p, s in jax.tree_util.tree_leaves_with_path(optimizer)}
-    for name, p in proposals.items():
-        named[f"update of embedding {name}"] = bad(p.weights) | jnp.any(
-            jnp.stack([bad(s) for s in p.slots.values()] or [jnp.array(False)])
-        )
-    return named
-
-
-def _bad_features(plan: Plan, d_activations: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns a bool per feature.
-
-    All are swept at once, in the order in which they were pooled: a model's gradient has them side by side.
-    """
-    flat = {name: d_activations[name].reshape(d_activations[name].shape[0], -1) for name in plan.features}
-    bad_columns = ~jnp.all(jnp.isfinite(jnp.concatenate(list(flat.values()), axis=1)), axis=0)
-    ends = dict(zip(flat, np.cumsum([g.shape[1] for g in flat.values()]), strict=True))
-    return {name: jnp.any(bad_columns[ends[name] - flat[name].shape[1] : ends[name]]) for name in d_activations}
+    return named | {f"update of embedding {g.name}": of_tables.groups[g.name] for g in plan.groups}
 
 
 def _path(path: Any) -> str:
@@ -324,22 +309,19 @@ def _path(path: Any) -> str:
 def checks(program: Program, state: TrainState) -> list[str]:
     """Returns what `TrainState.failed_check` indexes: for each check, what is wrong where it fails."""
     scalar = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    proposals = {
-        g.name: tables_lib.Proposal(scalar, scalar, dict.fromkeys(g.rule.slots, scalar), scalar)  # pyright: ignore[reportArgumentType]
-        for g in program.plan.groups
-    }
+    plan = program.plan
+    of_tables = tables_lib.Faults(dict.fromkeys(plan.features, scalar), {g.name: scalar for g in plan.groups})  # pyright: ignore[reportArgumentType]
     names: list[str] = []
     # Collected inside: a dict that leaves eval_shape has its keys sorted.
     jax.eval_shape(
         lambda *args: names.extend(_faults(program, *args)),
-        {g.name: scalar for g in program.plan.groups},
+        {g.name: scalar for g in plan.groups},
         scalar,
         scalar,
         state.dense,
-        dict.fromkeys(program.plan.features, scalar),
         state.dense,
         state.optimizer,
-        proposals,
+        of_tables,
     )
     return names
 
