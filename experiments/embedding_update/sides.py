@@ -33,6 +33,8 @@ STACKS = {
 }
 SCALE = 0.1
 ARRAYS = ("weights", "accumulator")
+# Of these a step with the check of finite values is timed, too.
+WITH_CHECKS = ("jaxrec, compiled", "jaxrec, XLA")
 TORCH = ("FBGEMM", "EmbeddingBag, Adagrad")
 
 
@@ -85,7 +87,7 @@ class JaxSide:
         import jax.numpy as jnp
 
         from jaxrec import mesh as mesh_lib
-        from jaxrec.embeddings import engines
+        from jaxrec.embeddings import engines, lookup
         from jaxrec.embeddings import tables as tables_lib
         from jaxrec.training import setup
 
@@ -126,9 +128,13 @@ class JaxSide:
             del checks
             (group,) = plan.groups
             table = tables[group.name]
-            out, transpose = jax.vjp(
-                lambda weights: pooled({group.name: table._replace(weights=weights)}, ids, lengths)[0], table.weights
-            )
+
+            def from_weights(weights: jax.Array) -> jax.Array:
+                places = lookup.places_of_slots(group, ids, lengths)
+                activations = lookup.pool(group, weights.at[places].get(mode="promise_in_bounds"), lengths)
+                return jnp.concatenate([activations[f] for f in features], axis=1)
+
+            out, transpose = jax.vjp(from_weights, table.weights)
             (g_RD,) = transpose(SCALE * out)
             optimizer = config.embedding.optimizer
             # Rows that no id names have a gradient of 0, which changes nothing.

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.embedding_update.points import Point
-from experiments.embedding_update.sides import side
+from experiments.embedding_update.points import TABLES, Point
+from experiments.embedding_update.sides import batches_of, side
 from experiments.workers import serve
 from jaxrec import startup
 
@@ -40,11 +40,17 @@ def start(argument: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[
     def ceilings() -> dict[str, Any]:
         from jaxrec.profiling import hardware
 
-        table = 8 * point.rows * point.dim * 4
+        table = TABLES * point.rows * point.dim * 4
         return {
             "random": hardware.random_rows(min(table, hardware.BYTES), point.dim, 5),
             "copy": hardware.copy(hardware.BYTES, 5),
         }
+
+    def distinct() -> dict[str, Any]:
+        config = point.config("sgd")
+        batches = batches_of(config, config.data.open(""))
+        per_table = [np.split(b.ids, TABLES, axis=1) for b in batches]
+        return {"rows": [float(sum(len(np.unique(ids)) for ids in tables)) for tables in per_table]}
 
     return {"kept": kept}, {
         "settings": lambda: {"settings": made.settings()},
@@ -53,6 +59,7 @@ def start(argument: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[
         "forward": lambda steps: {"ms": made.forward(steps)},
         "rows": rows,
         "ceilings": ceilings,
+        "distinct": distinct,
     }
 
 
