@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jaxrec import counters
 from jaxrec.kernels.embedding_bag import cpu, library, reference
 from jaxrec.kernels.embedding_bag.bags import OPTIMIZERS, Arrays, Bags, Gradients, Rule, Scalars
+from jaxrec.profiling.hlo import Module
 
 pytestmark = pytest.mark.skipif(bool(library.load()), reason=f"the compiled kernel: {library.load()}")
 EPS = float(np.finfo(np.float32).eps)
@@ -249,6 +250,29 @@ def test_lookup_of_int8_rows_is_the_reference(batch, dim, weighted, seed):
     found = jax.jit(lambda *args: cpu.lookup(bags, args[0], "int8", *args[1:]))(table, rows, weights, scales)
     expected = reference.lookup(bags, jnp.asarray(table), "int8", jnp.asarray(rows), weights, jnp.asarray(scales))
     np.testing.assert_allclose(found, expected, rtol=0, atol=127 * 16 * EPS)
+
+
+def test_a_profile_counts_named_rows_not_whole_tables():
+    bags, rows, dim, batch = Bags((2, 2), 1000), 1001, 16, 8
+
+    def step(arrays, ids):
+        out = cpu.lookup(bags, arrays.weights, "float32", ids)
+        return cpu.update(
+            bags, Rule("rowwise_adagrad"), arrays, Gradients(out, ids), Scalars(rate=0.1), jnp.asarray(True)
+        )
+
+    float32 = jnp.float32
+    arrays = Arrays(*(jax.ShapeDtypeStruct(s, float32) for s in ((rows, dim), (rows,), (2,))))
+    arrays = Arrays(arrays[0], [arrays[1]], arrays[2])
+    ids = jax.ShapeDtypeStruct((batch, 4), jnp.int32)
+    module = Module(jax.jit(step, donate_argnums=0).lower(arrays, ids).compile().as_text())
+    kernels = {i.kernel: module.work(i.name) for i in module.instructions.values() if i.kernel}
+    named, pooled = 4 * batch, 4 * 2 * batch * dim
+    assert set(kernels) == {"Lookup", "Update"}
+    assert kernels["Lookup"].random_bytes == named * dim * 4
+    assert kernels["Lookup"].stream_bytes == pooled + 4 * named
+    assert kernels["Update"].random_bytes == 2 * named * (dim * 4 + 4)
+    assert kernels["Update"].stream_bytes == pooled + 4 * named + 4 * 7  # And the scalars.
 
 
 DIGEST = """

@@ -13,11 +13,11 @@ from jaxrec.reporting.sections import command, environment
 QUESTION = "How fast are embedding rows looked up and updated by jaxrec's engines, by FBGEMM, by EmbeddingBag and by dense gradients, and how far is that from what memory allows?"
 Record = Mapping[str, Any]
 
-OURS, PEER = "jaxrec, compiled", "FBGEMM"
+OURS, PEER = "jaxrec compiled", "FBGEMM"
 PAIRS = (
-    ("jaxrec, compiled", "FBGEMM"),
-    ("jaxrec, XLA", "FBGEMM"),
-    ("jaxrec, compiled, Adagrad", "EmbeddingBag, Adagrad"),
+    ("jaxrec compiled", "FBGEMM"),
+    ("jaxrec XLA", "FBGEMM"),
+    ("jaxrec compiled Adagrad", "EmbeddingBag Adagrad"),
 )
 FLOAT = 4
 

@@ -23,19 +23,19 @@ from jaxrec.training.config import Config
 
 # Implementation -> the optimizer of rows that it is measured with. No ratio is taken across optimizers.
 STACKS = {
-    "jaxrec, compiled": "rowwise_adagrad",
-    "jaxrec, XLA": "rowwise_adagrad",
-    "JAX, dense gradient": "rowwise_adagrad",
+    "jaxrec compiled": "rowwise_adagrad",
+    "jaxrec XLA": "rowwise_adagrad",
+    "JAX dense gradient": "rowwise_adagrad",
     "FBGEMM": "rowwise_adagrad",
-    "jaxrec, compiled, Adagrad": "adagrad",
-    "jaxrec, XLA, Adagrad": "adagrad",
-    "EmbeddingBag, Adagrad": "adagrad",
+    "jaxrec compiled Adagrad": "adagrad",
+    "jaxrec XLA Adagrad": "adagrad",
+    "EmbeddingBag Adagrad": "adagrad",
 }
 SCALE = 0.1
 ARRAYS = ("weights", "accumulator")
 # Of these a step with the check of finite values is timed, too.
-WITH_CHECKS = ("jaxrec, compiled", "jaxrec, XLA")
-TORCH = ("FBGEMM", "EmbeddingBag, Adagrad")
+WITH_CHECKS = ("jaxrec compiled", "jaxrec XLA")
+TORCH = ("FBGEMM", "EmbeddingBag Adagrad")
 
 
 class Side(Protocol):

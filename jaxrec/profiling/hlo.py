@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxrec.kernels.embedding_bag import library
 from jaxrec.profiling.collectives import ELEMENT_BYTES
 
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
@@ -29,6 +30,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _PARAMETER = re.compile(r" parameter\((\d+)\)")
@@ -84,6 +86,12 @@ class Instruction:
     def result_bytes(self) -> int:
         """Of the result; types that have no whole bytes an element count as one."""
         return sum(ELEMENT_BYTES.get(kind, 1) * math.prod(dims) for kind, dims in self.shapes)
+
+    @property
+    def kernel(self) -> str:
+        """Which operation of jaxrec's compiled kernels it calls; "" for all others."""
+        called = _TARGET.search(self.text) if self.opcode == "custom-call" else None
+        return library.operation_of(called[1]) if called else ""
 
 
 class Work(NamedTuple):
@@ -361,6 +369,9 @@ def _flops(i: Instruction, body: dict[str, Instruction]) -> tuple[float, float]:
 
 def _bytes(i: Instruction, body: dict[str, Instruction]) -> tuple[float, float]:
     """Returns (streamed, random) of an instruction that is not a fusion."""
+    if operation := i.kernel:
+        operands = [(body[o].result_bytes, body[o].shapes[0][1]) for o in i.operands if o in body]
+        return library.moved_bytes(operation, operands, i.result_bytes)
     others = float(sum(body[o].result_bytes for o in i.operands[1:] if o in body))
     if i.opcode == "gather":
         return others + i.result_bytes, float(i.result_bytes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Iterable, Mapping
 
@@ -233,15 +234,20 @@ def join(module: Module, times: OpTimes, regions: tuple[str, ...] = REGIONS, *, 
     places = Places(module, regions)
     names = (*places.present(), OTHER)
     count = sum(len(r) for r in runs.values())
+    # A compiled kernel works on all threads of the pool, which devices of a process share; a trace shows the one that
+    # called it, which works as long as the others.
+    kernel_threads = max(1, (os.cpu_count() or 1) // len(runs))
     op_ms: dict[str, float] = {}
     devices: dict[int, dict[str, RegionTime]] = {}
     for device, of_device in runs.items():
         sums = {name: ([0.0] * len(of_device), [0.0] * len(of_device)) for name in names}
         for k, run in enumerate(of_device):
             for op, nanoseconds in times.time[run].items():
-                op_ms[op] = op_ms.get(op, 0.0) + nanoseconds / 1e6 / count
+                is_kernel = op in module.instructions and bool(module.instructions[op].kernel)
+                ms = nanoseconds / 1e6 * (kernel_threads if is_kernel else 1)
+                op_ms[op] = op_ms.get(op, 0.0) + ms / count
                 place = places[op] if op in module.instructions else Place(OTHER, False)
-                sums[place.region][place.backward][k] += nanoseconds / 1e6
+                sums[place.region][place.backward][k] += ms
         devices[device] = {name: RegionTime(tuple(f), tuple(b)) for name, (f, b) in sums.items()}
     total = sum(op_ms.values())
 

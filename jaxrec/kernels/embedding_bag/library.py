@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.machinery
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -70,6 +71,39 @@ def load() -> str:
     return "none is installed (where there is a C++ compiler, `python setup.py build_ext --inplace` builds it)"
 
 
+_PREFIX = "jaxrec_embedding_"
+
+
 def target(name: str) -> str:
     """Returns the name by which compiled programs call an operation."""
-    return f"jaxrec_embedding_{name}"
+    return _PREFIX + name
+
+
+def operation_of(target: str) -> str:
+    """Returns the operation that programs call by a name; "" where it is another's."""
+    return target.removeprefix(_PREFIX) if target.startswith(_PREFIX) else ""
+
+
+def moved_bytes(operation: str, operands: Sequence[tuple[int, tuple[int, ...]]], results: int) -> tuple[float, float]:
+    """Returns the bytes that an operation moves (in order, by index), as if no row were named twice.
+
+    Args:
+      operation: One of `TARGETS`.
+      operands: (bytes, dimensions) of each, in the order of the calls in `cpu`.
+      results: Bytes of the results.
+    """
+    sizes = [size for size, _ in operands]
+
+    def of_rows(array: tuple[int, tuple[int, ...]], rows: tuple[int, tuple[int, ...]]) -> float:
+        """Bytes of one row, times how many are named."""
+        return array[0] / max(array[1][0], 1) * rows[0] / 4
+
+    if operation == "Lookup":  # table, scales, rows, weights
+        table, scales, rows, weights = operands
+        by_index = of_rows(table, rows) + (of_rows(scales, rows) if scales[0] else 0.0)
+        return float(rows[0] + weights[0] + results), by_index
+    if operation == "Update":  # rows, weights, gradient, scalars, mean squares, draws, largest, table, slots
+        return float(sum(sizes[:6])), 2.0 * sum(of_rows(array, operands[0]) for array in operands[7:])
+    if operation == "Check":  # The same; where bounds suffice, no row is read.
+        return float(sum(sizes[:3])), 0.0
+    return float(sum(sizes) + results), 0.0
