@@ -28,6 +28,8 @@ if platform.machine() == "x86_64":
     avx2 = ["-mavx2", "-mfma", "-mf16c", "-mprfchw"]
     wide = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd", "-mprefer-vector-width=512"]
     LEVELS |= {"avx2": avx2, "avx512": avx2 + wide}
+# Which of them; all where it is not set.
+chosen = os.environ.get("JAXREC_KERNEL_LEVELS", ",".join(LEVELS)).split(",")
 
 
 class BuildKernels(build_ext):
@@ -53,6 +55,7 @@ setup(
             optional=True,
         )
         for level, extra in LEVELS.items()
+        if level in chosen
     ],
     cmdclass={"build_ext": BuildKernels},
     options={"build_ext": {"parallel": os.cpu_count()}},

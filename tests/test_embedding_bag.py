@@ -136,7 +136,7 @@ def equal_bits(a, b):
         assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
 
 
-many = settings(max_examples=2000 if FULL else 25, deadline=None)
+many = settings(max_examples=2000 if FULL else 15, deadline=None)
 
 
 @many

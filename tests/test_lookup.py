@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cover import INSTALLED_ENGINES
+from cover import INSTALLED_ENGINES, cases
 
 from jaxrec import mesh as mesh_lib
 from jaxrec.checks import UserError
@@ -34,8 +34,6 @@ FEATURES = (
 SCHEMA = Schema(FEATURES, ROWS, (), ("label",))
 MESHES = ((1, 1), (1, 2), (2, 1), (8, 1), (1, 8), (2, 4))
 
-over_meshes = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}model{m[1]}")
-over_engines = pytest.mark.parametrize("engine", INSTALLED_ENGINES)
 over_strategies = pytest.mark.parametrize("sharding", SHARDINGS)
 
 
@@ -86,9 +84,7 @@ def reference():
     return out
 
 
-@over_engines
-@over_strategies
-@over_meshes
+@pytest.mark.parametrize("sharding, mesh, engine", cases(SHARDINGS, MESHES, INSTALLED_ENGINES))
 def test_lookup_equals_a_loop(sharding, mesh, engine):
     plan, device_mesh = plan_of(sharding, mesh[1], engine=engine), mesh_lib.create(mesh_lib.MeshConfig(*mesh))
     tables = {}
