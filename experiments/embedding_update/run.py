@@ -33,8 +33,9 @@ from jaxrec.checks import UserError, one_of, require
 from jaxrec.reporting import record as record_lib
 
 STUDY = "embedding_update"
-# Of the largest change of any row: rows that are lost or counted twice would be of order 1.
-AGREE = 1e-4
+# Of the largest change of any row: rows that are lost or counted twice would be of order 1. A frequent row is the sum
+# of ten thousand gradients in float32, which each implementation adds in another order.
+AGREE = 1e-3
 COMPARED_STEPS, TUNING_SAMPLES = 3, 2
 WAIT_POLICY = "passive"
 
