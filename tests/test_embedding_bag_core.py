@@ -34,7 +34,7 @@ def test_core_under_sanitizers(sanitizers, tmp_path):
     if made.returncode and "cannot find" in made.stderr:
         pytest.skip(f"the compiler has no runtime for -fsanitize={sanitizers}")
     assert made.returncode == 0, made.stderr[-2000:]
-    cases = 1000 if FULL else 40
+    cases = 1000 if FULL else 25
     ran = subprocess.run([str(program), str(cases)], capture_output=True, text=True)
     if "unexpected memory mapping" in ran.stderr:  # ThreadSanitizer and a kernel's layout of addresses.
         pytest.skip(f"-fsanitize={sanitizers} does not run on this kernel")
