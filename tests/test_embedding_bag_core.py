@@ -84,6 +84,22 @@ def test_a_library_that_cannot_be_loaded_is_not_used(monkeypatch, tmp_path):
         library.load.cache_clear()
 
 
+@pytest.mark.skipif(bool(library.load()), reason=f"the compiled kernel: {library.load()}")
+@pytest.mark.parametrize("share", [0.0001, 0.1, 0.5, 0.999])
+def test_a_library_that_was_half_written_is_not_loaded(monkeypatch, tmp_path, share):
+    whole = library.path_of(library.installed_level())
+    assert whole is not None and library._is_whole(whole)
+    part = tmp_path / "part.so"
+    data = whole.read_bytes()
+    part.write_bytes(data[: int(len(data) * share)])
+    monkeypatch.setattr(library, "path_of", lambda level: part)
+    library.load.cache_clear()
+    try:
+        assert "it cannot be loaded (the file is shorter than it says" in engines.choose("auto", "cpu")[1]
+    finally:
+        library.load.cache_clear()
+
+
 def test_other_devices_take_xla():
     assert engines.choose("auto", "gpu")[0] == "xla" == engines.choose("xla", "cpu")[0]
     with pytest.raises(UserError, match="it is for CPUs, and the devices are gpu"):

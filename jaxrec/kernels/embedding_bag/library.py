@@ -9,7 +9,7 @@ import ctypes
 import functools
 import importlib.machinery
 import platform
-from collections.abc import Sequence
+import struct
 from pathlib import Path
 
 import jax
@@ -50,6 +50,21 @@ def installed_level() -> str:
     return next((level for level in levels() if path_of(level)), "")
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether an ELF file reaches to the table of sections at its end.
+
+    Loading a part of one, as a build that was killed leaves, would end the process.
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head[:4] != b"\x7fELF":
+        return True  # The loader says what is wrong with it.
+    if len(head) < 64:
+        return False
+    (sections,), (size, count) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
+    return path.stat().st_size >= sections + size * count
+
+
 @functools.cache
 def load() -> str:
     """Loads the library and makes its operations known to XLA, once.
@@ -60,6 +75,8 @@ def load() -> str:
     path = path_of(installed_level())
     if path is not None:
         try:
+            if not _is_whole(path):
+                return "it cannot be loaded (the file is shorter than it says; was its build interrupted?)"
             library = ctypes.CDLL(str(path))
             for name in TARGETS:
                 handler = getattr(library, f"JaxrecEmbedding{name}")
@@ -82,28 +99,3 @@ def target(name: str) -> str:
 def operation_of(target: str) -> str:
     """Returns the operation that programs call by a name; "" where it is another's."""
     return target.removeprefix(_PREFIX) if target.startswith(_PREFIX) else ""
-
-
-def moved_bytes(operation: str, operands: Sequence[tuple[int, tuple[int, ...]]], results: int) -> tuple[float, float]:
-    """Returns the bytes that an operation moves (in order, by index), as if no row were named twice.
-
-    Args:
-      operation: One of `TARGETS`.
-      operands: (bytes, dimensions) of each, in the order of the calls in `cpu`.
-      results: Bytes of the results.
-    """
-    sizes = [size for size, _ in operands]
-
-    def of_rows(array: tuple[int, tuple[int, ...]], rows: tuple[int, tuple[int, ...]]) -> float:
-        """Bytes of one row, times how many are named."""
-        return array[0] / max(array[1][0], 1) * rows[0] / 4
-
-    if operation == "Lookup":  # table, scales, rows, weights
-        table, scales, rows, weights = operands
-        by_index = of_rows(table, rows) + (of_rows(scales, rows) if scales[0] else 0.0)
-        return float(rows[0] + weights[0] + results), by_index
-    if operation == "Update":  # rows, weights, gradient, scalars, mean squares, draws, largest, table, slots
-        return float(sum(sizes[:6])), 2.0 * sum(of_rows(array, operands[0]) for array in operands[7:])
-    if operation == "Check":  # The same; where bounds suffice, no row is read.
-        return float(sum(sizes[:3])), 0.0
-    return float(sum(sizes) + results), 0.0
