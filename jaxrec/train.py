@@ -53,6 +53,8 @@ def explain_plan(what: str, data_dir: str) -> int:
     for name in ("distributed", "coordinator", "num_processes", "process_id"):
         value = flags.FLAGS[name].value
         require(value is None, f"--{name} is {value}, but --plan=explain needs one process only")
+    import jax
+
     from jaxrec.data.pipeline import Batches
     from jaxrec.embeddings.explain import explain
     from jaxrec.mesh import check_batch
@@ -61,7 +63,7 @@ def explain_plan(what: str, data_dir: str) -> int:
     config = jaxrec_flags.resolve_config()
     check_batch(config.mesh, config.training.batch_size)
     dataset = config.data.open(data_dir)
-    plan = plan_tables(config, dataset.schema)
+    plan = plan_tables(config, dataset.schema, jax.default_backend())
     batches = Batches(dataset, "train", config.training.batch_size, seed=config.training.seed)
     sizes = {"data": config.mesh.data, "model": config.mesh.model}
     capacities = measure_capacities(config, plan, batches)

@@ -96,7 +96,7 @@ def test_measured_capacities_are_the_margin_over_the_most(tiny):
     config = config_of(tiny, "row", (2, 4), "data.bag=1")
     dataset = config.data.open("")
     batches = batches_of(config, dataset)
-    plan = setup.plan_tables(config, dataset.schema)
+    plan = setup.plan_tables(config, dataset.schema, "cpu")
     (group,) = plan.groups
     most = 0
     for k in range(setup.MEASURED_BATCHES):

@@ -31,7 +31,7 @@ def planned(tiny, sharding: str, mesh: tuple[int, int], *changes: str):
     data = dataclasses.replace(config.data, tables=len(ROWS), rows=ROWS, bag=3)
     config = dataclasses.replace(config, data=data, mesh=MeshConfig(*mesh))
     dataset = config.data.open("")
-    return config, setup.plan_tables(config, dataset.schema), Batches(dataset, "train", 64)
+    return config, setup.plan_tables(config, dataset.schema, "cpu"), Batches(dataset, "train", 64)
 
 
 def test_rows_held_by_hand(tiny):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from experiments.embedding_update.points import BATCHES, TABLES
 from jaxrec.reporting import plots
 from jaxrec.reporting.record import find
 from jaxrec.reporting.sections import command, environment
@@ -42,7 +43,7 @@ def _bytes(record: Record, point: Mapping[str, Any]) -> tuple[float, float]:
     rows = _row(record, "jaxrec", point["name"], "rows")["median"]
     # Each distinct row once in the lookup; in the update it and its accumulator are read and written.
     of_row = 3 * point["dim"] * FLOAT + 2 * FLOAT
-    return rows * of_row, 2 * point["batch"] * 8 * point["dim"] * FLOAT
+    return rows * of_row, 2 * point["batch"] * TABLES * point["dim"] * FLOAT
 
 
 def bound_ms(record: Record, point: Mapping[str, Any]) -> float:
@@ -136,9 +137,9 @@ def render(record: Record) -> str:
         "",
         environment(record) + f" `OMP_WAIT_POLICY={record['omp_wait_policy']}`.",
         "",
-        f"A point is dim x bag x batch: {len(names)} points of 8 tables of {points[0]['rows']:,} float32 rows, bags full and summed; Zipf ids have exponent 1.2, "
+        f"A point is dim x bag x batch: {len(names)} points of {TABLES} tables of {points[0]['rows']:,} float32 rows, bags full and summed; Zipf ids have exponent 1.2, "
         "their ranks permuted over the rows. Each implementation is a process of its own that keeps freed memory; they take turns forth and back, "
-        f"{record['rounds']} each of about {record['seconds']:g} s, over 8 batches. Before, each has taken {record['compared_steps']} steps from the same "
+        f"{record['rounds']} each of about {record['seconds']:g} s, over {BATCHES} batches. Before, each has taken {record['compared_steps']} steps from the same "
         f"rows, and those of one optimizer agree within {worst:.1g} of the largest change (the limit is {record['agree']:g}). The loss is the sum of the squares of the "
         "pooled vectors. FBGEMM checks no ids and no values; jaxrec always checks ids, and values only in the row that says so.",
         "",
@@ -172,7 +173,7 @@ def render(record: Record) -> str:
         "- A prefetch in a loop of its own: GCC removes such a loop, and did. What keeps the loop made the update much faster.",
         "- A prefetch that does not ask for ownership of the line (no `-mprfchw`): after a lookup, whose rows the other core holds, the update took longer.",
         "- Lookups vector by vector instead of row by row: no difference that can be measured; it was kept, as it needs no table's pages but one's.",
-        "- Distances of the prefetch from 4 to 32 rows, parts of 2,048 and 8,192 occurrences: small differences.",
+        "- Shorter and longer distances of the prefetch, larger parts: small differences.",
         "",
         "## What limits the conclusion",
         "",

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +21,7 @@ import numpy as np
 from absl import flags
 
 from experiments import study
+from experiments.baselines import installed
 from experiments.embedding_update.points import GRID, LAWS, Point, parse
 from experiments.embedding_update.report import figures, render
 from experiments.embedding_update.sides import STACKS, TORCH, WITH_CHECKS
@@ -82,33 +80,19 @@ def measure(points: Sequence[Point], stacks: Sequence[str] | None, rounds: int, 
     return record_lib.make(
         STUDY, rows, points=[dataclasses.asdict(p) | {"name": p.name} for p in points], stacks=used, absent=absent,
         rounds=rounds, seconds=seconds, settings=settings, differences=differences, agree=AGREE,
-        compared_steps=COMPARED_STEPS, omp_wait_policy=WAIT_POLICY, peer_versions=_versions(),
+        compared_steps=COMPARED_STEPS, omp_wait_policy=WAIT_POLICY, peer_versions=installed.versions(),
     )  # fmt: skip
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in ("torch", "fbgemm-gpu-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
 
 
 def _absent(stacks: Sequence[str]) -> dict[str, str]:
     """Returns why implementations cannot be used here."""
     from jaxrec.kernels.embedding_bag import library
 
-    absent = {s: library.load() for s in stacks if "compiled" in s and library.load()}
-    for stack in [s for s in stacks if s in TORCH]:
-        code = "import torch" + ("; import fbgemm_gpu" if stack == "FBGEMM" else "")
-        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-        if done.returncode:
-            absent[stack] = record_lib.without_paths(
-                (done.stderr.strip().splitlines() or ["it ends without a word"])[-1]
-            )
+    why_not = record_lib.without_paths(library.load())
+    absent = {s: why_not for s in stacks if "compiled" in s and why_not}
     for stack, why in absent.items():
-        print(f"{stack}: left out ({why}); `make baseline` installs torch and FBGEMM", flush=True)
-    return absent
+        print(f"{stack}: left out ({why})", flush=True)
+    return absent | installed.left_out({s: installed.imports(fbgemm=s == "FBGEMM") for s in stacks if s in TORCH})
 
 
 def _measure(point: Point, stacks: Sequence[str], rounds: int, seconds: float) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class JaxSide:
         kernel = "compiled" if "compiled" in stack else "xla"
         config = dataclasses.replace(config, embedding=dataclasses.replace(config.embedding, kernel=kernel))
         dataset = config.data.open("")
-        self._plan = setup.plan_tables(config, dataset.schema)
+        self._plan = setup.plan_tables(config, dataset.schema, "cpu")
         mesh = mesh_lib.create(config.mesh)
         first = first_arrays(config, dataset.schema)
         self._tables = {

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 from absl import flags
 
 from experiments import study
+from experiments.baselines import installed
 from experiments.baselines.stacks import OPTIMIZERS
 from experiments.jax_vs_pytorch.report import figures, render
 from experiments.jax_vs_pytorch.sides import RESIDENT_BATCHES, THREADS, Case
@@ -57,7 +57,6 @@ QUALITY_EVERY, QUALITY_STEPS = 40, 480
 TUNING_SAMPLES = 3
 TRACE = "trace.json.gz"
 WAIT_POLICY = os.environ.get("OMP_WAIT_POLICY", "passive")
-PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,37 +158,20 @@ def measure(sizes: Sequence[str], options: Options, changes: dict[str, Any] | No
         STUDY, rows, rounds=options.rounds, seconds=options.seconds, device=options.device, stacks=["jax", *stacks],
         absent=absent, gates=gates, regions=regions, settings=settings, quality=quality["facts"],
         sizes={size: _shape(size, changes) for size in sizes}, threads=THREADS, resident_batches=RESIDENT_BATCHES,
-        peer_versions=_peer_versions(), omp_wait_policy=WAIT_POLICY, trace=traced,
+        peer_versions=installed.versions(), omp_wait_policy=WAIT_POLICY, trace=traced,
     )  # fmt: skip
 
 
 def _installed(stacks: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
     """Returns the stacks that can be used, and why others cannot: each's packages are imported in a process."""
-    absent = {}
-    for stack in stacks:
-        code = _imports_of(stack) + (
-            "; assert torch.cuda.is_available(), 'PyTorch sees no GPU'" if device == "cuda" else ""
-        )
-        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-        if done.returncode:
-            absent[stack] = record_lib.without_paths(
-                (done.stderr.strip().splitlines() or ["it ends without a word"])[-1]
-            )
-            print(f"{stack}: left out ({absent[stack]}); `make baseline` installs torch and FBGEMM", flush=True)
+    gpu = "; assert torch.cuda.is_available(), 'PyTorch sees no GPU'" if device == "cuda" else ""
+    absent = installed.left_out({s: _imports_of(s) + gpu for s in stacks})
     return [s for s in stacks if s not in absent], absent
 
 
 def _imports_of(stack: str) -> str:
     """Returns the program that imports what a stack needs."""
-    return "import torch" + ("; import fbgemm_gpu" if stack == "pytorch-fbgemm" else "")
-
-
-def _peer_versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+    return installed.imports(fbgemm=stack == "pytorch-fbgemm")
 
 
 def _changes(size: str, law: str, changes: dict[str, Any] | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Shape suffixes: as in `xla_engine`; V vectors of a row of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from jaxrec.embeddings.group_arrays import (
     own_columns,
     rounding_hash,
 )
-from jaxrec.embeddings.plan import Group
+from jaxrec.embeddings.plan import Group, Segment
 from jaxrec.kernels.embedding_bag import cpu
 from jaxrec.kernels.embedding_bag.bags import Arrays, Bags, Gradients, Rule, Scalars
 
@@ -49,6 +49,16 @@ def _bags(group: Group, sentinel: int) -> Bags:
     return Bags(tuple(runs), sentinel)
 
 
+def _vectors(group: Group) -> Iterator[tuple[str, Segment, int, int]]:
+    """Yields (feature, its segment, its first vector of the V, the one after its last)."""
+    first = 0
+    for segment in group.segments:
+        for name in segment.features:
+            end = first + (segment.length if segment.combiner == "none" else 1)
+            yield name, segment, first, end
+            first = end
+
+
 def work_shape(group: Group) -> tuple[tuple[int, ...], jnp.dtype]:
     """Returns shape and type of what the engine keeps between steps, of one device: `largest` of the kernel."""
     return (1 + len(group.rule.slots),), jnp.dtype(jnp.float32)
@@ -68,13 +78,11 @@ def look_up(group: Group, source: Source, lengths: jax.Array) -> dict[str, jax.A
     index_BS = source.slots.reshape(lengths.shape[0], -1)
     weights = pooling.slot_weights(group, lengths)
     pooled = cpu.lookup(_bags(group, source.sentinel), source.vectors, group.dtype.name, index_BS, weights)
-    activations, start, dim = {}, 0, source.vectors.shape[1]
-    for s in group.segments:
-        for name in s.features:
-            width = dim * (s.length if s.combiner == "none" else 1)
-            of_feature = pooled[:, start : start + width]
-            activations[name] = of_feature.reshape(-1, s.length, dim) if s.combiner == "none" else of_feature
-            start += width
+    dim = source.vectors.shape[1]
+    activations = {}
+    for name, segment, first, end in _vectors(group):
+        of_feature = pooled[:, first * dim : end * dim]
+        activations[name] = of_feature.reshape(-1, end - first, dim) if segment.combiner == "none" else of_feature
     return activations
 
 
@@ -167,13 +175,7 @@ def check(
     bad_vectors, bad_update = cpu.check(bags, _rule(group), _arrays(table), g, Scalars(**proposal.scalars))
     if proposal.gradients.rows.ndim == 1:  # These are sums over devices; the features' own gradients are still apart.
         return xla_engine.bad_features(group, gradients), bad_update
-    bad, start = {}, 0
-    for s in group.segments:
-        vectors = s.length if s.combiner == "none" else 1
-        for name in s.features:
-            bad[name] = jnp.any(bad_vectors[start : start + vectors])
-            start += vectors
-    return bad, bad_update
+    return {name: jnp.any(bad_vectors[first:end]) for name, _, first, end in _vectors(group)}, bad_update
 
 
 def commit(group: Group, table: Table, proposal: Proposal, ok: jax.Array) -> Table:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxrec.kernels.embedding_bag import library
+from jaxrec.kernels.embedding_bag import cpu, library
 from jaxrec.profiling.collectives import ELEMENT_BYTES
 
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
@@ -371,7 +371,7 @@ def _bytes(i: Instruction, body: dict[str, Instruction]) -> tuple[float, float]:
     """Returns (streamed, random) of an instruction that is not a fusion."""
     if operation := i.kernel:
         operands = [(body[o].result_bytes, body[o].shapes[0][1]) for o in i.operands if o in body]
-        return library.moved_bytes(operation, operands, i.result_bytes)
+        return cpu.moved_bytes(operation, operands, i.result_bytes)
     others = float(sum(body[o].result_bytes for o in i.operands[1:] if o in body))
     if i.opcode == "gather":
         return others + i.result_bytes, float(i.result_bytes)

@@ -94,7 +94,7 @@ def training_batches(config: Config, dataset: Dataset) -> Batches:
     return Batches(dataset, "train", size, seed=config.training.seed, ranges=ranges)
 
 
-def plan_tables(config: Config, schema: Schema, platform: str = "cpu") -> Plan:
+def plan_tables(config: Config, schema: Schema, platform: str) -> Plan:
     """Returns the embedding layout for devices of `platform`."""
     chosen, reasons = dict.fromkeys(schema.vocabulary, config.embedding.sharding), {}
     if config.embedding.sharding == "auto":

@@ -6,6 +6,7 @@ an error, before anything is written. Arrays that an operation can do without ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -89,3 +90,28 @@ def update(bags: Bags, rule: Rule, arrays: Arrays, gradients: Gradients, scalars
     call = jax.ffi.ffi_call(target("Update"), shapes, input_output_aliases=aliases)
     largest, weights, *slots = call(*operands, **_bags(bags), **_rule(rule))
     return Arrays(weights, slots, largest)
+
+
+def moved_bytes(operation: str, operands: Sequence[tuple[int, tuple[int, ...]]], results: int) -> tuple[float, float]:
+    """Returns the bytes that an operation moves (in order, by index), as if no row were named twice.
+
+    Args:
+      operation: One of `library.TARGETS`.
+      operands: (bytes, dimensions) of each, in the order of the calls above.
+      results: Bytes of the results.
+    """
+    sizes = [size for size, _ in operands]
+
+    def of_rows(array: tuple[int, tuple[int, ...]], rows: tuple[int, tuple[int, ...]]) -> float:
+        """Bytes of one row, times how many are named."""
+        return array[0] / max(array[1][0], 1) * rows[0] / 4
+
+    if operation == "Lookup":  # table, scales, rows, weights
+        table, scales, rows, weights = operands
+        by_index = of_rows(table, rows) + (of_rows(scales, rows) if scales[0] else 0.0)
+        return float(rows[0] + weights[0] + results), by_index
+    if operation == "Update":  # rows, weights, gradient, scalars, mean squares, draws, largest, table, slots
+        return float(sum(sizes[:6])), 2.0 * sum(of_rows(array, operands[0]) for array in operands[7:])
+    if operation == "Check":  # The same; where bounds suffice, no row is read.
+        return float(sum(sizes[:3])), 0.0
+    return float(sum(sizes) + results), 0.0

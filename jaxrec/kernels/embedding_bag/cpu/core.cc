@@ -493,7 +493,7 @@ class UpdateRows {
       const float delta = -step - decay * old;
       const uint32_t bits = Number::kNarrow ? MixColumn(draw, first_column + static_cast<uint32_t>(j)) : 0;
       const float updated = Number::Round(old + delta, bits);
-      if constexpr (kWrite) Number::Store(weights + j, updated, bits);
+      if constexpr (kWrite) Number::Store(weights + j, updated);
       most.value[1][j] = Larger(most.value[1][j], Magnitude(updated));
       most.value[0][j] = Larger(most.value[0][j], Number::kNarrow ? Magnitude(updated) : Magnitude(delta));
     }

@@ -124,30 +124,31 @@ std::string ReadRule(const RuleAttributes& attributes, F32 scalars, F32 mean_squ
   return "";
 }
 
+constexpr int64_t kSlots[] = {0, 1, 1, 1, 2};  // Arrays of each Optimizer.
+
+F32& BufferOf(F32& operand) { return operand; }
+F32& BufferOf(ffi::Result<F32>& result) { return *result; }
+
 template <class Arguments>
 std::string ReadSlots(Arguments& arguments, Optimizer optimizer, Table* table) {
-  static constexpr int64_t kCount[] = {0, 1, 1, 1, 2};
-  const int64_t count = kCount[static_cast<int64_t>(optimizer)];
+  const int64_t count = kSlots[static_cast<int64_t>(optimizer)];
   if (static_cast<int64_t>(arguments.size()) != count) return "unexpected number of the optimizer's arrays";
   const int64_t size = table->rows * (optimizer == Optimizer::kRowwiseAdagrad ? 1 : table->dim);
   for (int64_t k = 0; k < count; ++k) {
     auto array = arguments.template get<F32>(k);
     if (!array.has_value()) return "the optimizer's arrays are float32";
-    if constexpr (std::is_same_v<Arguments, ffi::RemainingRets>) {
-      table->slot[k] = (*array)->typed_data();
-      if (static_cast<int64_t>((*array)->element_count()) != size) return "an optimizer's array has another shape than its table";
-    } else {
-      table->slot[k] = array->typed_data();
-      if (static_cast<int64_t>(array->element_count()) != size) return "an optimizer's array has another shape than its table";
-    }
+    F32& values = BufferOf(*array);
+    table->slot[k] = values.typed_data();
+    if (static_cast<int64_t>(values.element_count()) != size) return "an optimizer's array has another shape than its table";
   }
   return "";
 }
 
-Largest ReadLargest(F32 largest) {
-  Largest out;
-  for (int64_t k = 0; k < std::min<int64_t>(1 + kMaxSlots, largest.element_count()); ++k) out.value[k] = largest.typed_data()[k];
-  return out;
+std::string ReadLargest(F32 largest, Optimizer optimizer, Largest* out) {
+  const int64_t count = 1 + kSlots[static_cast<int64_t>(optimizer)];
+  if (static_cast<int64_t>(largest.element_count()) != count) return "largest must be [1 + the optimizer's arrays]";
+  for (int64_t k = 0; k < count; ++k) out->value[k] = largest.typed_data()[k];
+  return "";
 }
 
 #define RETURN_IF_WRONG(expression)                               \
@@ -199,14 +200,17 @@ ffi::Error CheckCall(ffi::ThreadPool pool, S32 row, F32 weight, F32 gradient, F3
   RETURN_IF_WRONG(ReadRule({optimizer, eps, b1, b2}, scalars, mean_square, draw, bags, &rule));
   RETURN_IF_WRONG(ReadSlots(slots, rule.optimizer, &table));
   if (static_cast<int64_t>(bad_vector->element_count()) != bags.vectors) return Wrong("the result must be [V]");
+  Largest most;
+  RETURN_IF_WRONG(ReadLargest(largest, rule.optimizer, &most));
   PoolRunner runner(pool);
-  return Wrong(Check(bags, table, rule, gradient.typed_data(), ReadLargest(largest), bad_vector->typed_data(), bad_update->typed_data(),
+  return Wrong(Check(bags, table, rule, gradient.typed_data(), most, bad_vector->typed_data(), bad_update->typed_data(),
                      runner));
 }
 
 ffi::Error UpdateCall(ffi::ThreadPool pool, S32 row, F32 weight, F32 gradient, F32 scalars, F32 mean_square, ffi::Buffer<ffi::U32> draw,
                       F32 largest, ffi::AnyBuffer weights, ffi::RemainingArgs, ffi::ResultBuffer<ffi::F32> new_largest,
-                      ffi::Result<ffi::AnyBuffer> new_weights, ffi::RemainingRets new_slots, Ints run, int64_t sentinel, int64_t dtype, int64_t optimizer, float eps, float b1, float b2) {
+                      ffi::Result<ffi::AnyBuffer> new_weights, ffi::RemainingRets new_slots, Ints run, int64_t sentinel, int64_t dtype,
+                      int64_t optimizer, float eps, float b1, float b2) {
   Bags bags;
   Table table;
   Rule rule;
@@ -217,7 +221,8 @@ ffi::Error UpdateCall(ffi::ThreadPool pool, S32 row, F32 weight, F32 gradient, F
   RETURN_IF_WRONG(ReadRule({optimizer, eps, b1, b2}, scalars, mean_square, draw, bags, &rule));
   RETURN_IF_WRONG(ReadSlots(new_slots, rule.optimizer, &table));
   if (new_weights->untyped_data() != weights.untyped_data()) return Wrong("the table is not updated in place");
-  Largest most = ReadLargest(largest);
+  Largest most;
+  RETURN_IF_WRONG(ReadLargest(largest, rule.optimizer, &most));
   std::string wrong;
   if (scalars.typed_data()[5] != 0.0f) {
     PoolRunner runner(pool);
@@ -230,12 +235,14 @@ ffi::Error UpdateCall(ffi::ThreadPool pool, S32 row, F32 weight, F32 gradient, F
 }  // namespace
 }  // namespace jaxrec
 
-#define OPERANDS_OF_UPDATE                                                                                             \
-  .Ctx<ffi::ThreadPool>().Arg<jaxrec::S32>().Arg<jaxrec::F32>().Arg<jaxrec::F32>().Arg<jaxrec::F32>().Arg<jaxrec::F32>() \
-      .Arg<ffi::Buffer<ffi::U32>>().Arg<jaxrec::F32>().Arg<ffi::AnyBuffer>().RemainingArgs()
-#define ATTRIBUTES_OF_UPDATE                                                                                    \
-  .Attr<jaxrec::Ints>("run").Attr<int64_t>("sentinel").Attr<int64_t>("dtype")       \
-      .Attr<int64_t>("optimizer").Attr<float>("eps").Attr<float>("b1").Attr<float>("b2")
+#define ATTRIBUTES_OF_BAGS .Attr<jaxrec::Ints>("run").Attr<int64_t>("sentinel")
+// Rows, weights, gradient.
+#define OPERANDS_OF_GRADIENTS .Ctx<ffi::ThreadPool>().Arg<jaxrec::S32>().Arg<jaxrec::F32>().Arg<jaxrec::F32>()
+#define OPERANDS_OF_UPDATE                                                                        \
+  OPERANDS_OF_GRADIENTS.Arg<jaxrec::F32>().Arg<jaxrec::F32>().Arg<ffi::Buffer<ffi::U32>>()        \
+      .Arg<jaxrec::F32>().Arg<ffi::AnyBuffer>().RemainingArgs()
+#define ATTRIBUTES_OF_UPDATE                                                                      \
+  ATTRIBUTES_OF_BAGS.Attr<int64_t>("dtype").Attr<int64_t>("optimizer").Attr<float>("eps").Attr<float>("b1").Attr<float>("b2")
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 EXPORTED XLA_FFI_Error* JaxrecEmbeddingLookup(XLA_FFI_CallFrame* frame);
@@ -251,30 +258,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxrecEmbeddingLookup, jaxrec::LookupCall,
                                   .Arg<jaxrec::F32>()
                                   .Arg<jaxrec::S32>()
                                   .Arg<jaxrec::F32>()
-                                  .Ret<jaxrec::F32>()
-                                  .Attr<jaxrec::Ints>("run")
-                                  .Attr<int64_t>("sentinel")
-                                  .Attr<int64_t>("dtype"));
+                                  .Ret<jaxrec::F32>() ATTRIBUTES_OF_BAGS.Attr<int64_t>("dtype"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxrecEmbeddingAddUp, jaxrec::AddUpCall,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<jaxrec::S32>()
-                                  .Arg<jaxrec::F32>()
-                                  .Arg<jaxrec::F32>()
-                                  .Ret<jaxrec::F32>()
-                                  .Attr<jaxrec::Ints>("run")
-                                  .Attr<int64_t>("sentinel"));
+                              ffi::Ffi::Bind() OPERANDS_OF_GRADIENTS.Ret<jaxrec::F32>() ATTRIBUTES_OF_BAGS);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxrecEmbeddingRowSquares, jaxrec::RowSquaresCall,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<jaxrec::S32>()
-                                  .Arg<jaxrec::F32>()
-                                  .Arg<jaxrec::F32>()
-                                  .Ret<jaxrec::F32>()
-                                  .Attr<jaxrec::Ints>("run")
-                                  .Attr<int64_t>("sentinel")
-                                  .Attr<int64_t>("rows")
-                                  .Attr<int64_t>("dim"));
+                              ffi::Ffi::Bind() OPERANDS_OF_GRADIENTS.Ret<jaxrec::F32>()
+                                  ATTRIBUTES_OF_BAGS.Attr<int64_t>("rows").Attr<int64_t>("dim"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxrecEmbeddingCheck, jaxrec::CheckCall,
                               ffi::Ffi::Bind() OPERANDS_OF_UPDATE.Ret<ffi::Buffer<ffi::PRED>>()
                                   .Ret<ffi::Buffer<ffi::PRED>>() ATTRIBUTES_OF_UPDATE);

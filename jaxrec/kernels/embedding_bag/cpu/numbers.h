@@ -49,7 +49,7 @@ struct Float32 {
   using Stored = float;
   static constexpr bool kNarrow = false;
   static float Load(const float* p) { return *p; }
-  static void Store(float* p, float x, uint32_t) { *p = x; }
+  static void Store(float* p, float x) { *p = x; }
   static float Round(float x, uint32_t) { return x; }
 };
 
@@ -57,7 +57,7 @@ struct Bfloat16 {
   using Stored = uint16_t;
   static constexpr bool kNarrow = true;
   static float Load(const uint16_t* p) { return FloatOf(static_cast<uint32_t>(*p) << 16); }
-  static void Store(uint16_t* p, float x, uint32_t) { *p = static_cast<uint16_t>(BitsOf(x) >> 16); }
+  static void Store(uint16_t* p, float x) { *p = static_cast<uint16_t>(BitsOf(x) >> 16); }
   // bfloat16 is the upper half of float32: adding 16 random bits carries into it with the right probability.
   static float Round(float x, uint32_t draw) {
     const uint32_t bits = BitsOf(x);
@@ -80,7 +80,7 @@ struct Float16 {
     return FloatOf(((h & 0x8000u) << 16) | (exponent == 0 ? small : exponent == 0x7C00u ? special : normal));
   }
   // Of a value that Round returned: one of the type, or not finite.
-  static void Store(uint16_t* p, float x, uint32_t) {
+  static void Store(uint16_t* p, float x) {
     const uint32_t magnitude = Magnitude(x);
     const uint32_t small = static_cast<uint32_t>(static_cast<int32_t>(FloatOf(magnitude < kInfinity ? magnitude : 0) * 0x1p24f));
     const uint32_t normal = (magnitude - (112u << 23)) >> 13;
